@@ -18,7 +18,7 @@ JOBS ?= 2
 .PHONY: help setup demo test lint format docs clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with the tested versions
 
@@ -51,6 +51,8 @@ format: $(STAMP) ## let ruff fix and format
 	$(BIN)/ruff format .
 
 docs: $(STAMP) ## build the reference into docs/_build/html, warnings are errors
+# Pages of names that are gone would stay behind otherwise.
+	rm -rf docs/api/generated
 	$(BIN)/python -m sphinx -W --keep-going -E -b html docs docs/_build/html
 
 clean: ## remove the environment and what was generated
