@@ -1,0 +1,270 @@
+"""One layer of a `CompressedCache`: takes keys in, hands them to attention, and evicts afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from einops import repeat
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from smdlib.cache.eviction import choose_kept, free_worst
+from smdlib.cache.queries import QueryWindow
+from smdlib.cache.settings import CacheSettings
+from smdlib.cache.slots import EMPTY, KVSlots
+from smdlib.cache.support import UnsupportedModelError
+from smdlib.policies import CacheView, query_window, resolve_budget, tracks_attention
+
+_ATTRIBUTE = "_smdlib_cache_layer"
+
+
+def cache_layer_of(key: Tensor) -> CompressedLayer | None:
+    """Return the layer that handed out ``key``, or ``None`` for keys of another cache or of none.
+
+    The layer travels with the tensor that its ``update`` returns: every attention module passes that on untouched,
+    whereas not all of them offer the cache a dict of keyword arguments.
+    """
+    return getattr(key, _ATTRIBUTE, None)
+
+
+class _Step(NamedTuple):
+    """Keys and values handed out by ``update`` and not yet attended to, ``[B, H, K, D]``."""
+
+    prefill: bool
+    keys: Tensor
+    values: Tensor
+
+
+class CompressedLayer(CacheLayerMixin):
+    """Fixed slots of one layer: ``update`` before attention, ``commit`` after it.
+
+    Args:
+        layer_idx: Index of the layer.
+        settings: What the layers share.
+    """
+
+    is_sliding = False
+
+    def __init__(self, layer_idx: int, settings: CacheSettings) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.settings = settings
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; storage is allocated anew at the next prefill."""
+        self.slots: KVSlots | None = None
+        window = query_window(self.settings.policy)
+        self.queries = QueryWindow(window) if window else None
+        self.budget: Tensor | None = None  # [B, H]
+        self.padding: Tensor | None = None  # [B], padded columns in front of each row
+        self.prompt_lengths = self.settings.prompt_lengths  # [B]
+        self.columns = 0
+        self._decoded = 0
+        self._most_present = 0
+        self._least_budget = 0
+        self._prompt_complete = False
+        self._step: _Step | None = None
+        self._show_storage()
+
+    def _show_storage(self) -> None:
+        """Keep the attributes that transformers looks at in step with the slots."""
+        self.keys = None if self.slots is None else self.slots.keys
+        self.values = None if self.slots is None else self.slots.values
+        self.is_initialized = self.slots is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do before the first eviction: the prompt is attended to where the model put it."""
+
+    def get_seq_length(self) -> int:
+        """Tokens (columns) seen so far, evicted ones included: what position ids count."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Logical key length and offset ``(seen + query_length, 0)``; the adapter maps them to slots."""
+        self.check_attended()
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """``-1``: the number of tokens is not limited."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held, ``-1`` before the first call."""
+        return -1 if self.slots is None else self.slots.keys.shape[0]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the keys on offer are exactly the new tokens, so that the model's own mask is right."""
+        return self.slots is None
+
+    @property
+    def tracks_attention(self) -> bool:
+        """Whether the policy asks for the attention mass of its keys."""
+        return tracks_attention(self.settings.policy)
+
+    def check_attended(self) -> None:
+        """Raise if the last keys were attended to by something that knows nothing of eviction."""
+        if self._step is not None:
+            raise RuntimeError(
+                f"layer {self.layer_idx} of a CompressedCache was attended to without a MaskedAttentionAdapter. "
+                "Install one first, `adapter = MaskedAttentionAdapter(model)`, and keep it installed while the cache "
+                "is in use. (After an exception inside the model, start again with a new cache.)"
+            )
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take the new keys and values and return those that attention may look at.
+
+        Args:
+            key_states: ``[B, H, Q, D]``.
+            value_states: ``[B, H, Q, D]``.
+            *args: Part of the transformers interface, not needed here.
+            **kwargs: Part of the transformers interface, not needed here.
+
+        Returns:
+            Keys and values ``[B, H, K, D]``, the kept ones and the new ones, in the order of `offered_positions`.
+
+        Raises:
+            RuntimeError: if the previous call was never attended to by an adapter.
+            UnsupportedModelError: if keys and values differ in shape (latent attention).
+        """
+        self.check_attended()
+        if key_states.shape != value_states.shape:
+            raise UnsupportedModelError(
+                f"layer {self.layer_idx} caches keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} "
+                "of unequal shapes (latent attention?); a mask per KV head does not describe them."
+            )
+        # One token is decoding, unless it is known to belong to the prompt.
+        decoding = self.slots is not None and key_states.shape[2] == 1 and self._prompt_complete
+        if decoding:
+            assert self.slots is not None and self.padding is not None
+            if self.slots.room == 0:
+                self._grow(self.slots)
+            self.slots.write(key_states, value_states, self.columns - self.padding)
+            keys, values = self.slots.keys[:, :, : self.slots.used], self.slots.values[:, :, : self.slots.used]
+        elif self.slots is not None:
+            used = self.slots.used
+            keys = torch.cat([self.slots.keys[:, :, :used], key_states], dim=2)
+            values = torch.cat([self.slots.values[:, :, :used], value_states], dim=2)
+        else:
+            keys, values = key_states, value_states
+        self._step = _Step(not decoding, keys, values)
+        setattr(keys, _ATTRIBUTE, self)
+        return keys, values
+
+    def _grow(self, slots: KVSlots) -> None:
+        slots.grow(self.settings.reserve)
+        slots.find_free(self.settings.reserve)
+        self.settings.on_grow(self.layer_idx, slots.size)
+        self._show_storage()
+
+    def offered_positions(self, padding: Tensor, query_length: int) -> Tensor:
+        """Positions of the keys that ``update`` returned.
+
+        Args:
+            padding: int64 ``[B]``, padded columns in front of each row so far.
+            query_length: Number of new tokens Q.
+
+        Returns:
+            int64 ``[B, H, K]``, ``-1`` for slots without a key and for padding.
+        """
+        assert self._step is not None
+        self.padding = padding
+        cached = None if self.slots is None else self.slots.positions[:, :, : self.slots.used]
+        if cached is not None and not self._step.prefill:
+            return cached
+        columns = torch.arange(self.columns, self.columns + query_length, device=padding.device)
+        new = repeat((columns - padding[:, None]).clamp(min=EMPTY), "b q -> b h q", h=self._step.keys.shape[1])
+        return new if cached is None else torch.cat([cached, new], dim=2)
+
+    @torch.no_grad()
+    def commit(self, query: Tensor, positions: Tensor, mass: Tensor | None, scaling: float) -> None:
+        """Evict, now that the queries have attended.
+
+        Args:
+            query: ``[B, Hq, Q, D]``.
+            positions: What `offered_positions` returned, int64 ``[B, H, K]``.
+            mass: float32 ``[B, H, K]``, the attention mass that these queries gave, where the policy tracks it.
+            scaling: Factor of the attention logits.
+        """
+        step, self._step = self._step, None
+        assert step is not None and self.padding is not None
+        if self.queries is not None:
+            self.queries.push(query)
+        self.columns += query.shape[2]
+        seen = self.columns - self.padding
+        if self.layer_idx == 0 and self.settings.recorder is not None:
+            self.settings.recorder.observe(seen, self.columns)
+        if mass is not None and self.slots is not None and self.slots.mass is not None:
+            mass[:, :, : self.slots.used] += self.slots.mass[:, :, : self.slots.used]
+        if step.prefill:
+            self._set_budget(seen, heads=step.keys.shape[1])
+            self._compact(self._view(step, positions, mass, seen, scaling))
+            return
+        assert self.slots is not None
+        if mass is not None and self.slots.mass is not None:
+            self.slots.mass[:, :, : self.slots.used] = mass
+        self._decoded += 1
+        self._most_present += 1
+        every = self.settings.evict_every
+        if every is not None and self._decoded % every == 0:
+            if self._most_present > self._least_budget:
+                view = self._view(step, positions, mass, seen, scaling)
+                free_worst(self.settings, view, self.slots, min(every, positions.shape[2]))
+            self.slots.find_free(self.settings.reserve)
+
+    def _set_budget(self, seen: Tensor, heads: int) -> None:
+        lengths = seen
+        if self.prompt_lengths is not None:
+            if len(self.prompt_lengths) != len(seen):
+                raise ValueError(
+                    f"prompt_lengths has {len(self.prompt_lengths)} entries for a batch of {len(seen)} rows."
+                )
+            lengths = torch.maximum(self.prompt_lengths.to(seen.device), seen)
+        self._prompt_complete = bool((seen >= lengths).all())
+        rows = resolve_budget(self.settings.budget, lengths)
+        self.budget = self.settings.allocation(rows, self.settings.num_layers, heads)[self.layer_idx]
+        self._least_budget = int(self.budget.min())
+
+    def _view(self, step: _Step, positions: Tensor, mass: Tensor | None, seen: Tensor, scaling: float) -> CacheView:
+        assert self.budget is not None
+        return CacheView(
+            layer_idx=self.layer_idx,
+            num_layers=self.settings.num_layers,
+            keys=step.keys,
+            values=step.values,
+            positions=positions,
+            seen=seen,
+            queries=None if self.queries is None else self.queries.newest_last(),
+            attention=mass if tracks_attention(self.settings.policy) else None,
+            budget=self.budget,
+            scaling=scaling,
+            generators=self.settings.generators,
+        )
+
+    def _compact(self, view: CacheView) -> None:
+        """After a prefill (chunk): keep the best keys of each head, packed to the front of the slots."""
+        most = int(view.budget.max())
+        index, valid = choose_kept(self.settings, view, most)
+        size = most + self.settings.reserve
+        if self.slots is None or self.slots.size < size:
+            self.slots = None  # released before the larger storage is allocated
+            self.slots = KVSlots(view.keys, size, tracks_attention(self.settings.policy))
+        self.slots.fill(view.keys, view.values, view.positions, view.attention, index, valid)
+        self.slots.find_free(self.settings.reserve)
+        self._decoded, self._most_present = 0, index.shape[2]
+        self._show_storage()
+
+    def map_rows(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Replace every row-wise tensor by ``rows(tensor)``."""
+        self.check_attended()
+        for part in (self.slots, self.queries):
+            if part is not None:
+                part.map_rows(rows)
+        self.budget = None if self.budget is None else rows(self.budget)
+        self.padding = None if self.padding is None else rows(self.padding)
+        self.prompt_lengths = None if self.prompt_lengths is None else rows(self.prompt_lengths)
+        self._show_storage()

@@ -1,0 +1,53 @@
+"""What all layers of a cache share, and whom they tell about evictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from smdlib.policies import Allocation, EvictionPolicy
+
+
+class EvictionRecorder(Protocol):
+    """What a cache tells about evictions; `smdlib.masks.ShadowMaskRecorder` is one.
+
+    Example:
+        >>> from smdlib.masks import ShadowMaskRecorder
+        >>> recorder: EvictionRecorder = ShadowMaskRecorder()
+    """
+
+    def begin(self, num_layers: int) -> None:
+        """Start an empty record for a cache of ``num_layers`` layers."""
+        ...
+
+    def observe(self, seen: Tensor, columns: int) -> None:
+        """Note that every row ``b`` has now seen ``seen[b]`` tokens, in ``columns`` padded columns."""
+        ...
+
+    def record(self, layer_idx: int, positions: Tensor, evicted: Tensor, seen: Tensor) -> None:
+        """Note that keys at ``positions [B, H, K]`` are ``evicted [B, H, K]`` for queries from ``seen [B]`` on."""
+        ...
+
+    def map_rows(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Follow the cache when its rows are repeated or selected."""
+        ...
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """The arguments of `CompressedCache`, checked; see there for their meaning."""
+
+    num_layers: int
+    policy: EvictionPolicy
+    budget: float | int
+    allocation: Allocation
+    evict_every: int | None
+    reserve: int
+    prompt_lengths: Tensor | None
+    recorder: EvictionRecorder | None
+    generators: Sequence[torch.Generator] | None
+    on_grow: Callable[[int, int], None]

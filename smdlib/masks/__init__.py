@@ -1,0 +1,18 @@
+"""What was seen: the record of evictions, and attention that replays it."""
+
+from smdlib.masks.adapter import MaskedAttentionAdapter
+from smdlib.masks.attention import attention_mass
+from smdlib.masks.files import ShadowMaskFileError
+from smdlib.masks.plot import plot_retained_keys
+from smdlib.masks.recorder import ShadowMaskRecorder
+from smdlib.masks.shadow import NEVER, ShadowMask
+
+__all__ = [
+    "NEVER",
+    "MaskedAttentionAdapter",
+    "ShadowMask",
+    "ShadowMaskFileError",
+    "ShadowMaskRecorder",
+    "attention_mass",
+    "plot_retained_keys",
+]

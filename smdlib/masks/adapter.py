@@ -1,0 +1,197 @@
+"""Installs the attention function into a model, and scores tokens under a recorded mask."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from smdlib.cache.support import UnsupportedModelError, check_supported, num_kv_heads, refuse_dropout, text_config
+from smdlib.masks.attention import REPLAY_ARGUMENT, Attention, eager_attention, fused_attention, shadow_attention
+from smdlib.masks.replay import Replay, check_fits, row_starts
+from smdlib.masks.shadow import ShadowMask
+from smdlib.masks.spec import mask_spec
+
+_BACKENDS: dict[str, Attention] = {"sdpa": fused_attention, "eager": eager_attention}
+_PREFIX = "smdlib_"
+# transformers recognises some implementations by substrings of their names, so ours avoid them.
+_NAMES = {"sdpa": _PREFIX + "fused", "eager": _PREFIX + "plain"}
+
+
+class MaskedAttentionAdapter:
+    """Gives a causal language model attention that honours evictions, and replays a `ShadowMask`.
+
+    While it is installed the model samples with a `smdlib.cache.CompressedCache`; everything else (plain calls, other
+    caches) computes what it did before. It is also the learner's way to masked log-probs.
+
+    Args:
+        model: A transformers causal language model.
+        backend: ``"sdpa"``, ``"eager"``, or ``"auto"``: sdpa, except for models that cap logits, have sinks or do not
+            support it, which take their own eager attention.
+
+    Raises:
+        UnsupportedModelError: if attention of this architecture cannot be evicted and replayed exactly.
+        ValueError: for a back-end that cannot take a mask per KV head, or a second adapter on one model.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(
+        ...     LlamaConfig(
+        ...         vocab_size=32,
+        ...         hidden_size=16,
+        ...         intermediate_size=16,
+        ...         num_hidden_layers=2,
+        ...         num_attention_heads=4,
+        ...         num_key_value_heads=2,
+        ...     )
+        ... ).eval()
+        >>> with MaskedAttentionAdapter(model) as adapter:
+        ...     log_probs = adapter.log_probs(torch.arange(6)[None], shadow_mask=ShadowMask.dense(1, 6, 2, 2))
+        >>> log_probs.shape, log_probs[0, 0].item()
+        (torch.Size([1, 6]), nan)
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: str = "auto") -> None:
+        previous = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if not isinstance(model, nn.Module) or previous is None:
+            raise TypeError(f"model must be a transformers model, not {type(model).__name__}.")
+        check_supported(model.config)
+        if previous.startswith(_PREFIX):
+            raise ValueError("this model already has a MaskedAttentionAdapter; use that one, or remove() it first.")
+        self.model = model
+        self.backend = _resolve_backend(model, previous, backend)
+        self._previous = previous
+        name = _NAMES[self.backend]
+        AttentionInterface.register(name, partial(shadow_attention, inner=_BACKENDS[self.backend]))
+        AttentionMaskInterface.register(name, mask_spec)
+        model.set_attn_implementation(name)
+        if text_config(model.config)._attn_implementation != name:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not look up its attention through transformers' AttentionInterface, so "
+                "evictions cannot be applied to it."
+            )
+
+    def remove(self) -> None:
+        """Give the model its previous attention back; harmless when already removed."""
+        if text_config(self.model.config)._attn_implementation == _NAMES[self.backend]:
+            self.model.set_attn_implementation(self._previous)
+
+    def __enter__(self) -> MaskedAttentionAdapter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        shadow_mask: ShadowMask | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run the model on whole sequences, without a cache.
+
+        Args:
+            input_ids: int64 ``[B, T]``.
+            attention_mask: ``[B, T]``, 1 for real tokens; padding on the left or right. All real by default.
+            shadow_mask: Record ``[B, T', L, H]`` of the unpadded rows; ``None`` runs dense.
+            **kwargs: For the model's forward, such as ``logits_to_keep``.
+
+        Returns:
+            ``[B, T, V]`` in the model's dtype (fewer columns with ``logits_to_keep``).
+
+        Raises:
+            ValueError: if the mask does not fit rows and model, or the model has dropout in train mode.
+            UnsupportedModelError: if some layer did not apply the mask.
+        """
+        if text_config(self.model.config)._attn_implementation != _NAMES[self.backend]:
+            raise RuntimeError("this MaskedAttentionAdapter was removed from its model; install a new one.")
+        if input_ids.ndim != 2:
+            raise ValueError(f"input_ids must be [B, T], not of shape {tuple(input_ids.shape)}.")
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)} differ in shape."
+            )
+        if self.model.training:
+            refuse_dropout(self.model.config, "scoring")
+        starts, lengths = row_starts(attention_mask.bool())
+        layers, heads = int(text_config(self.model.config).num_hidden_layers), num_kv_heads(self.model.config)
+        if shadow_mask is not None:
+            check_fits(shadow_mask, lengths, input_ids.shape[1], layers, heads)
+            kwargs[REPLAY_ARGUMENT] = Replay(shadow_mask, starts, lengths, input_ids.shape[1])
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        position_ids = (columns - starts[:, None]).clamp(min=0)
+        output = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **kwargs
+        )
+        if shadow_mask is not None:
+            missing = sorted(set(range(layers)) - kwargs[REPLAY_ARGUMENT].applied)
+            if missing:
+                raise UnsupportedModelError(
+                    f"layers {missing} of {type(self.model).__name__} ran without the shadow mask: the model does not "
+                    "hand extra arguments down to its attention, so its passes cannot be replayed."
+                )
+        return output.logits
+
+    def log_probs(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        shadow_mask: ShadowMask | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Score the tokens of whole sequences, with exactly the keys that the sampler saw.
+
+        Left and right padding give the same numbers.
+
+        Args:
+            input_ids: int64 ``[B, T]``.
+            attention_mask: ``[B, T]``, 1 for real tokens. All real by default.
+            shadow_mask: Record ``[B, T', L, H]`` of the unpadded rows; ``None`` scores with every key (dense).
+            temperature: The sampler's, above 0; logits are divided by it.
+
+        Returns:
+            float32 ``[B, T]`` in nats; entry ``t`` is ``log p(x_t | x_<t)``, NaN where there is none (first token and
+            padding).
+
+        Raises:
+            ValueError: as `logits`, and for a temperature that is not positive.
+        """
+        if not temperature > 0:
+            raise ValueError(f"temperature must be above 0, not {temperature}; greedy decoding has no log-probs.")
+        logits = self.logits(input_ids, attention_mask, shadow_mask)[:, :-1].float() / temperature
+        scored = logits.gather(-1, input_ids[:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        known = (mask[:, 1:] * mask[:, :-1]).bool()
+        # Select before filling, so that no gradient flows through padding.
+        scored = torch.where(known, scored, torch.nan)
+        return torch.nn.functional.pad(scored, (1, 0), value=torch.nan)
+
+
+def _resolve_backend(model: PreTrainedModel, previous: str, backend: str) -> str:
+    """Choose between the model's sdpa and eager attention, or refuse."""
+    if backend not in ("auto", *_BACKENDS):
+        raise ValueError(
+            f"backend {backend!r} cannot take one mask per KV head; use 'auto', 'sdpa' or 'eager' (flash kernels have "
+            "no mask argument, and flex attention has no backward on CPU)."
+        )
+    if previous not in ("sdpa", "eager"):
+        raise ValueError(
+            f"the model was loaded with attn_implementation={previous!r}, which cannot take a mask per KV head. Load "
+            "it with attn_implementation='sdpa' or 'eager', or call model.set_attn_implementation('sdpa') first."
+        )
+    if backend != "auto":
+        return backend
+    text: Any = text_config(model.config)
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    has_sinks = any("sinks" in dict(module.named_parameters(recurse=False)) for module in model.modules())
+    supported = getattr(model, "_supports_sdpa", False)
+    return "eager" if previous == "eager" or capped or has_sinks or not supported else "sdpa"

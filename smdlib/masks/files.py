@@ -1,0 +1,78 @@
+"""Shadow masks on disk: safetensors with a format name and a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from smdlib.masks.shadow import check_record
+
+_FORMAT = "smdlib.shadow_mask/1"
+_NAME = "evicted_at"
+
+
+class ShadowMaskFileError(ValueError):
+    """A file is not a shadow mask, or no longer one; the message says what is wrong with it."""
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().cpu().numpy().tobytes()).hexdigest()
+
+
+def save_mask(evicted_at: Tensor, path: Path) -> None:
+    """Write a record to ``path``; a crash leaves the previous file whole.
+
+    Args:
+        evicted_at: int32 ``[*batch, T, L, H]``.
+        path: File to write.
+    """
+    tensor = evicted_at.detach().cpu().contiguous()
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    os.close(handle)
+    try:
+        save_file({_NAME: tensor}, temporary, metadata={"format": _FORMAT, "sha256": _digest(tensor)})
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def load_mask(path: Path) -> Tensor:
+    """Read a record that `save_mask` wrote.
+
+    Args:
+        path: File to read.
+
+    Returns:
+        int32 ``[*batch, T, L, H]``.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ShadowMaskFileError: if it is damaged, foreign, or not a possible record.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no shadow mask file at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata, names = file.metadata() or {}, list(file.keys())
+            tensor = file.get_tensor(_NAME) if _NAME in names else torch.empty(0)
+    except (SafetensorError, OSError) as error:
+        raise ShadowMaskFileError(f"{path} is damaged or not a shadow mask file: {error}") from error
+    if metadata.get("format") != _FORMAT or _NAME not in names:
+        raise ShadowMaskFileError(
+            f"{path} is a safetensors file, but not a shadow mask: format {metadata.get('format')!r}, tensors {names}; "
+            f"expected format {_FORMAT!r}, as ShadowMask.save writes it."
+        )
+    if _digest(tensor) != metadata.get("sha256"):
+        raise ShadowMaskFileError(f"{path} is damaged: its content does not match its checksum. Record the mask again.")
+    try:
+        check_record(tensor)
+    except ValueError as error:
+        raise ShadowMaskFileError(f"{path}: {error}") from error
+    return tensor

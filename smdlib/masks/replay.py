@@ -1,0 +1,105 @@
+"""A shadow mask laid over one padded batch, ready for the attention function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smdlib.masks.shadow import NEVER, ShadowMask, check_record
+from smdlib.masks.spec import MaskSpec
+
+
+def row_starts(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Find where the tokens of each row lie.
+
+    Args:
+        attention_mask: bool ``[B, C]``, one run of ones per row, padding on either side.
+
+    Returns:
+        int64 ``(starts [B], lengths [B])``.
+
+    Raises:
+        ValueError: if the ones of a row are not contiguous, or a row has none.
+
+    Example:
+        >>> row_starts(torch.tensor([[False, True, True], [True, False, False]]))
+        (tensor([1, 0]), tensor([2, 1]))
+    """
+    lengths = attention_mask.sum(-1)
+    starts = attention_mask.int().argmax(-1)
+    columns = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    run = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
+    if bool((run != attention_mask).any()) or bool((lengths == 0).any()):
+        raise ValueError(
+            "attention_mask must mark one contiguous run of real tokens in every row, padding on the left or right; "
+            "holes in the middle and empty rows have no positions."
+        )
+    return starts, lengths
+
+
+class Replay:
+    """One pass's evictions on padded columns; remembers which layers have applied it.
+
+    Args:
+        shadow_mask: Mask ``[B, T, L, H]``.
+        starts: int64 ``[B]``, first real column of each row.
+        lengths: int64 ``[B]``, real tokens of each row.
+        columns: Padded columns C.
+    """
+
+    def __init__(self, shadow_mask: ShadowMask, starts: Tensor, lengths: Tensor, columns: int) -> None:
+        evicted_at = shadow_mask.evicted_at.to(starts.device)
+        position = torch.arange(columns, device=starts.device) - starts[:, None]  # [B, C]
+        recorded = (position >= 0) & (position < lengths[:, None]) & (position < evicted_at.shape[1])
+        index = position.clamp(0, evicted_at.shape[1] - 1)[:, :, None, None].expand(-1, -1, *evicted_at.shape[2:])
+        aligned = torch.where(recorded[:, :, None, None], evicted_at.gather(1, index), NEVER)
+        self._evicted_at = aligned.permute(2, 0, 3, 1).contiguous()  # [L, B, H, C]
+        self._query = position
+        self.applied: set[int] = set()
+
+    def visible(self, layer_idx: int, spec: MaskSpec) -> Tensor:
+        """Return what the queries of one layer may see, bool ``[B, H, C, C]``, the model's own pattern included."""
+        self.applied.add(layer_idx)
+        shadow = self._query[:, None, :, None] < self._evicted_at[layer_idx][:, :, None, :]
+        dense = spec.dense()
+        if dense is None:
+            columns = torch.arange(shadow.shape[-1], device=shadow.device)
+            return shadow & (columns <= columns[:, None])
+        return shadow & dense
+
+
+def check_fits(shadow_mask: ShadowMask, lengths: Tensor, columns: int, num_layers: int, num_heads: int) -> None:
+    """Refuse a mask that was not recorded for these rows and this model.
+
+    Args:
+        shadow_mask: Mask ``[B, T, L, H]``.
+        lengths: int64 ``[B]``, real tokens of the rows.
+        columns: Padded columns of the batch.
+        num_layers: Layers of the model.
+        num_heads: KV heads of the model.
+
+    Raises:
+        TypeError: if it is no `ShadowMask`.
+        ValueError: if batch, tokens, layers or heads differ, or the numbers are no record.
+    """
+    if not isinstance(shadow_mask, ShadowMask):
+        raise TypeError(f"shadow_mask must be a ShadowMask, not {type(shadow_mask).__name__}.")
+    evicted_at = shadow_mask.evicted_at
+    check_record(evicted_at)
+    if evicted_at.ndim != 4 or evicted_at.shape[0] != lengths.shape[0]:
+        raise ValueError(
+            f"shadow mask of shape {tuple(evicted_at.shape)} does not fit {lengths.shape[0]} rows; expected [B, T, L, "
+            "H]."
+        )
+    tokens, layers, heads = evicted_at.shape[1:]
+    if (layers, heads) != (num_layers, num_heads):
+        raise ValueError(
+            f"shadow mask has {layers} layers and {heads} KV heads, the model has {num_layers} and {num_heads}: "
+            "it was recorded with another model."
+        )
+    longest = int(lengths.max())
+    if not longest - 1 <= tokens <= columns:
+        raise ValueError(
+            f"shadow mask covers {tokens} tokens, but the longest row has {longest} tokens in {columns} columns. "
+            f"Expected {longest} (or {longest - 1}: the last sampled token is never fed), up to {columns}."
+        )

@@ -1,0 +1,127 @@
+"""What the model itself lets a query see: its causal, sliding or chunked pattern and the padding, kept as a function.
+
+transformers builds one dense ``[B, 1, Q, K]`` mask per layer type. Eviction needs the same pattern at other places (one
+slot may hold any position), so the adapter's mask function keeps the recipe instead of the dense result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import sdpa_mask
+
+
+@dataclass(eq=False)
+class MaskSpec:
+    """One forward pass's attention pattern for one kind of layer; handed down in the place of the mask tensor.
+
+    Not a container that wrappers of modules copy or convert, on purpose. Positions are unpadded; ``columns`` are those
+    of the padded batch.
+
+    Args:
+        arguments: The keyword arguments of the transformers mask function.
+    """
+
+    arguments: dict[str, Any]
+    _dense: Tensor | None = field(default=None, init=False)
+    _dense_known: bool = field(default=False, init=False)
+    _padding: Tensor | None = field(default=None, init=False)
+
+    @property
+    def query_length(self) -> int:
+        """Number of queries Q."""
+        return int(self.arguments["q_length"])
+
+    def dense(self) -> Tensor | None:
+        """Return the model's own mask, bool ``[B, 1, Q, K]``, or ``None`` for plain causal attention."""
+        if not self._dense_known:
+            self._dense, self._dense_known = sdpa_mask(**self.arguments), True
+        return self._dense
+
+    def padding(self, batch: int, device: torch.device) -> Tensor:
+        """Padded columns in front of each row.
+
+        Args:
+            batch: Number of rows B.
+            device: Where the result lives.
+
+        Returns:
+            int64 ``[B]``.
+
+        Raises:
+            ValueError: for padding on the right or in the middle, which a cache cannot continue.
+        """
+        if self._padding is None:
+            mask: Tensor | None = self.arguments.get("attention_mask")
+            columns = int(self.arguments["q_offset"]) + self.query_length
+            if mask is None:
+                self._padding = torch.zeros(batch, dtype=torch.int64, device=device)
+            elif mask.shape[1] != columns:
+                raise ValueError(
+                    f"attention_mask covers {mask.shape[1]} columns, but the cache and the new tokens are {columns}. "
+                    "(Does gradient checkpointing drop the cache? Call model.eval() to sample.)"
+                )
+            else:
+                mask = mask.bool()
+                if not bool((mask[:, 1:] >= mask[:, :-1]).all()):
+                    raise ValueError(
+                        "a CompressedCache needs left padding: attention_mask must be zeros followed by ones in every "
+                        "row (tokenizer.padding_side = 'left'), and ones for every generated column."
+                    )
+                self._padding = columns - mask.sum(-1)
+        return self._padding
+
+    def visible(self, positions: Tensor, padding: Tensor) -> Tensor:
+        """Evaluate the pattern at arbitrary keys.
+
+        Args:
+            positions: int64 ``[B, H, K]``, unpadded key positions, ``-1`` for no key.
+            padding: int64 ``[B]``, padded columns in front of each row.
+
+        Returns:
+            bool ``[B, H, Q, K]``.
+
+        Raises:
+            ValueError: if the model overlays a mask that cannot be evaluated key by key.
+        """
+        pattern = self._pattern()
+        device = positions.device
+        row = torch.arange(positions.shape[0], device=device)[:, None, None, None]
+        head = torch.arange(positions.shape[1], device=device)[None, :, None, None]
+        query = torch.arange(self.query_length, device=device)[None, None, :, None] + self.arguments["q_offset"]
+        key = (positions + padding[:, None, None])[:, :, None, :]
+        return pattern(row, head, query, key.clamp(min=0)) & (positions >= 0)[:, :, None, :]
+
+    def _pattern(self) -> Callable[..., Tensor]:
+        if self.arguments.get("use_vmap"):
+            raise ValueError(
+                "the model overlays a custom mask function (for example for image tokens), which cannot be evaluated "
+                "at single keys; smdlib cannot evict or replay under it."
+            )
+        return self.arguments["mask_function"]
+
+
+def mask_spec(**arguments: Any) -> MaskSpec:
+    """Mask function registered with transformers: keep the recipe of the mask, build nothing yet.
+
+    Args:
+        **arguments: What transformers passes to a mask function.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ValueError: if the 2D mask is wider than the keys, as when a cache was dropped on the way.
+    """
+    mask = arguments.get("attention_mask")
+    width = int(arguments["kv_length"]) + int(arguments.get("kv_offset", 0))
+    if mask is not None and mask.ndim == 2 and mask.shape[1] > width:
+        raise ValueError(
+            f"attention_mask covers {mask.shape[1]} columns, but cache and input together hold {width} keys. If a "
+            "cache was passed, the model dropped it: gradient checkpointing in train mode does that; call model.eval()."
+        )
+    return MaskSpec(arguments)
