@@ -127,9 +127,10 @@ class ShadowMaskRecorder:
                 "Lengths count the real tokens of prompt and response, without padding."
             )
         total = int(ends.max())
-        evicted_at = torch.stack([table[:, :, :total] for table in self._layers if table is not None], dim=1)
-        if evicted_at.shape[-1] < total:
-            evicted_at = torch.nn.functional.pad(evicted_at, (0, total - evicted_at.shape[-1]), value=NEVER)
+        # Layers that evict seldom have shorter tables; the last column of each belongs to keys that stayed.
+        tables = [table[:, :, : min(total, table.shape[2] - 1)] for table in self._layers if table is not None]
+        padded = [torch.nn.functional.pad(table, (0, total - table.shape[2]), value=NEVER) for table in tables]
+        evicted_at = torch.stack(padded, dim=1)
         # An eviction after the last query of a row changes nothing that the row has seen.
         evicted_at = torch.where(evicted_at < ends[:, None, None, None], evicted_at, NEVER)
         return ShadowMask(evicted_at=evicted_at.permute(0, 3, 1, 2).contiguous(), batch_size=[evicted_at.shape[0]])
