@@ -1,6 +1,7 @@
 """Shadow Mask Distillation: sparse-cache rollouts, replayed exactly in the learner."""
 
 from smdlib.cache import CompressedCache, EvictionRecorder, UnsupportedModelError
+from smdlib.losses import DenseToSparseKL, GRPOLoss, group_advantage
 from smdlib.masks import NEVER, MaskedAttentionAdapter, ShadowMask, ShadowMaskRecorder
 from smdlib.policies import (
     CacheView,
@@ -19,8 +20,10 @@ __all__ = [
     "NEVER",
     "CacheView",
     "CompressedCache",
+    "DenseToSparseKL",
     "EvictionPolicy",
     "EvictionRecorder",
+    "GRPOLoss",
     "MaskedAttentionAdapter",
     "PolicyError",
     "PyramidAllocation",
@@ -29,6 +32,7 @@ __all__ = [
     "UniformAllocation",
     "UnsupportedModelError",
     "available_policies",
+    "group_advantage",
     "make_policy",
     "register_policy",
 ]

@@ -22,11 +22,12 @@ _PREFIX = "smdlib_"
 _NAMES = {"sdpa": _PREFIX + "fused", "eager": _PREFIX + "plain"}
 
 
-class MaskedAttentionAdapter:
+class MaskedAttentionAdapter(nn.Module):
     """Gives a causal language model attention that honours evictions, and replays a `ShadowMask`.
 
     While it is installed the model samples with a `smdlib.cache.CompressedCache`; everything else (plain calls, other
-    caches) computes what it did before. It is also the learner's way to masked log-probs.
+    caches) computes what it did before. It is also the learner's way to masked log-probs: a module around the model, to be
+    handed to the losses as their actor.
 
     Args:
         model: A transformers causal language model.
@@ -62,6 +63,7 @@ class MaskedAttentionAdapter:
         check_supported(model.config)
         if previous.startswith(_PREFIX):
             raise ValueError("this model already has a MaskedAttentionAdapter; use that one, or remove() it first.")
+        super().__init__()
         self.model = model
         self.backend = _resolve_backend(model, previous, backend)
         self._previous = previous
@@ -88,7 +90,7 @@ class MaskedAttentionAdapter:
     ) -> None:
         self.remove()
 
-    def logits(
+    def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
@@ -163,11 +165,11 @@ class MaskedAttentionAdapter:
             padding).
 
         Raises:
-            ValueError: as `logits`, and for a temperature that is not positive.
+            ValueError: as `forward`, and for a temperature that is not positive.
         """
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, not {temperature}; greedy decoding has no log-probs.")
-        logits = self.logits(input_ids, attention_mask, shadow_mask)[:, :-1].float() / temperature
+        logits = self(input_ids, attention_mask, shadow_mask)[:, :-1].float() / temperature
         scored = logits.gather(-1, input_ids[:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         known = (mask[:, 1:] * mask[:, :-1]).bool()

@@ -1,0 +1,56 @@
+"""What the token losses share: keys, actor and temperature, in TorchRL's manner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchrl.objectives.common import LossModule
+
+from smdlib.losses.tokens import TokenKeys
+
+
+class TokenLoss(LossModule):
+    """A loss over tokens of an actor that can be shadow-masked; base of the losses of this package.
+
+    Args:
+        actor: The policy, a `smdlib.masks.MaskedAttentionAdapter`.
+        temperature: The sampler's, above 0.
+
+    Raises:
+        ValueError: for a temperature that defines no distribution.
+    """
+
+    @dataclass
+    class _AcceptedKeys(TokenKeys):
+        """The configurable keys."""
+
+    default_keys = _AcceptedKeys
+    output_type: type[Any]
+    actor_network: nn.Module
+
+    def __init__(self, actor: nn.Module, temperature: float = 1.0) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"temperature must be above 0, not {temperature}; greedy decoding has no distribution.")
+        self.actor_network = actor
+        self.temperature = float(temperature)
+
+    @property
+    def tensor_keys(self) -> TokenKeys:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The keys in use, see `TokenKeys`."""
+        return self._tensor_keys  # pyright: ignore[reportReturnType]
+
+    @property
+    def functional(self) -> bool:
+        """``False``: the loss calls the actor as it is."""
+        return False
+
+    @property
+    def out_keys(self) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Entries of the output."""
+        return list(self.output_type.__annotations__)
+
+    def _forward_value_estimator_keys(self, **kwargs: object) -> None:
+        """There is no value estimator."""

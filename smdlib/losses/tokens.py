@@ -1,0 +1,191 @@
+"""The padded token batch that a loss works on, read from a TensorDict with TorchRL's keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+
+from smdlib.masks import ShadowMask
+
+
+@dataclass
+class TokenKeys:
+    """Where the entries of a batch lie; TorchRL's names, changed with ``loss.set_keys(name=key)``.
+
+    Attributes:
+        action: int64 tokens of prompt and response, ``[B, T]``.
+        attention_mask: bool ``[B, T]``, real tokens.
+        loss_mask: bool ``[B, T]``, tokens that the policy sampled. Without this entry they are the tokens with a finite
+            ``sample_log_prob``.
+        sample_log_prob: float32 ``[B, T]`` in nats, the sampler's ``log p(x_t | x_<t)``, NaN on the prompt.
+        advantage: ``[B]``, ``[B, 1]``, ``[B, T]`` or ``[B, T, 1]``.
+        shadow: the recorded `smdlib.masks.ShadowMask` of the unpadded rows.
+    """
+
+    action: NestedKey = ("tokens", "full")
+    attention_mask: NestedKey = ("masks", "all_attention_mask")
+    loss_mask: NestedKey = ("masks", "all_assistant_mask")
+    sample_log_prob: NestedKey = ("log_probs", "full")
+    advantage: NestedKey = "advantage"
+    shadow: NestedKey = "shadow"
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Rows of tokens; what belongs to the N loss tokens lies flat, row after row.
+
+    Attributes:
+        input_ids: int64 ``[B, T]``.
+        attention_mask: bool ``[B, T]``.
+        loss_mask: bool ``[B, T]``, the tokens that count.
+        shadow: record ``[B, T', L, H]``, or ``None`` for dense data.
+        sample_log_prob: float32 ``[N]`` in nats; ``None`` if not asked for.
+        advantage: float32 ``[N]``; ``None`` if not asked for.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+    shadow: ShadowMask | None
+    sample_log_prob: Tensor | None = None
+    advantage: Tensor | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """Loss tokens of each row, int64 ``[B]``."""
+        return self.loss_mask.sum(-1)
+
+    @property
+    def targets(self) -> Tensor:
+        """Ids of the loss tokens, int64 ``[N]``."""
+        return self.input_ids[self.loss_mask]
+
+
+def read_tokens(data: TensorDictBase, keys: TokenKeys, *, needs_shadow: bool, needs_policy: bool = True) -> TokenBatch:
+    """Read a batch of rows, ragged or padded on either side.
+
+    Args:
+        data: One-dimensional batch, such as a sample of a replay buffer.
+        keys: Where the entries lie.
+        needs_shadow: Whether the rows must carry their shadow mask.
+        needs_policy: Whether ``sample_log_prob`` and ``advantage`` are needed.
+
+    Returns:
+        The padded batch.
+
+    Raises:
+        KeyError: if an entry is missing, the shadow mask among them.
+        ValueError: if shapes disagree, or a loss token has no finite sampled log-prob.
+    """
+    if data.ndim != 1:
+        raise ValueError(f"a loss takes a one-dimensional batch of rows, not one of shape {tuple(data.shape)}.")
+    ids = _rows(data, keys.action, 0)
+    if ids is None:
+        raise KeyError(f"no tokens at {keys.action!r}; the batch has {_names(data)}.")
+    attention = _rows(data, keys.attention_mask, False)
+    if attention is None:
+        attention = _lengths_mask(data, keys.action, ids)
+    attention = attention.bool()
+    sampled = _rows(data, keys.sample_log_prob, torch.nan)
+    if sampled is None and needs_policy:
+        raise KeyError(f"no sampled log-probs at {keys.sample_log_prob!r}; the batch has {_names(data)}.")
+    loss_mask = _rows(data, keys.loss_mask, False)
+    if loss_mask is None:
+        if sampled is None:
+            raise KeyError(
+                f"neither a loss mask at {keys.loss_mask!r} nor sampled log-probs at {keys.sample_log_prob!r}, so the "
+                "response tokens are unknown."
+            )
+        loss_mask = sampled.isfinite()
+    loss_mask = loss_mask.bool() & attention
+    for name, entry in ((keys.attention_mask, attention), (keys.loss_mask, loss_mask), (keys.sample_log_prob, sampled)):
+        if entry is not None and entry.shape != ids.shape:
+            raise ValueError(f"{name!r} has shape {tuple(entry.shape)}, the tokens {tuple(ids.shape)}.")
+    # The first real token of a row has no log-prob: there is nothing before it.
+    first = attention & (attention.cumsum(-1) == 1)
+    if bool((loss_mask & first).any()):
+        raise ValueError("the first token of a row is marked as sampled, but nothing comes before it to condition on.")
+    shadow = _shadow(data, keys.shadow) if needs_shadow else None
+    if needs_shadow and shadow is None:
+        raise KeyError(
+            f"no shadow mask at {keys.shadow!r}: these tokens would be scored with keys that the sampler had evicted. "
+            "Store recorder.shadow_mask(lengths) there, or build the loss with dense=True for data that was sampled "
+            f"without eviction. The batch has {_names(data)}."
+        )
+    if not needs_policy:
+        return TokenBatch(ids, attention, loss_mask, shadow)
+    assert sampled is not None
+    return TokenBatch(
+        ids,
+        attention,
+        loss_mask,
+        shadow,
+        sample_log_prob=_finite(sampled[loss_mask], keys.sample_log_prob),
+        advantage=_finite(_advantage(data, keys.advantage, ids)[loss_mask], keys.advantage),
+    )
+
+
+def _each_row(data: LazyStackedTensorDict, key: NestedKey) -> list[Any] | None:
+    """Read one entry per row of a ragged batch; ``None`` if a row lacks it."""
+    rows = [row.get(key, None) for row in data.unbind(0)]
+    return None if any(row is None for row in rows) else rows
+
+
+def _rows(data: TensorDictBase, key: NestedKey, padding: float | bool) -> Tensor | None:
+    """Read ``[B, T]``; ragged rows are padded on the left, as TorchRL does."""
+    if not isinstance(data, LazyStackedTensorDict):
+        return data.get(key, None)
+    rows = _each_row(data, key)
+    return None if rows is None else _pad_left(rows, padding)
+
+
+def _pad_left(rows: list[Tensor], padding: float | bool) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left")
+
+
+def _lengths_mask(data: TensorDictBase, key: NestedKey, ids: Tensor) -> Tensor:
+    rows = _each_row(data, key) if isinstance(data, LazyStackedTensorDict) else list(ids)
+    assert rows is not None
+    return _pad_left([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
+
+
+def _advantage(data: TensorDictBase, key: NestedKey, ids: Tensor) -> Tensor:
+    rows = _each_row(data, key) if isinstance(data, LazyStackedTensorDict) else data.get(key, None)
+    if rows is None:
+        raise KeyError(f"no advantage at {key!r}; the batch has {_names(data)}.")
+    # One value per token carries a trailing 1 or none, one value per row likewise.
+    flat = [row.reshape(-1) for row in rows]
+    per_row = all(row.shape[0] == 1 for row in flat)
+    advantage = torch.stack(flat) if per_row else _pad_left(flat, 0.0)
+    if advantage.shape[0] != ids.shape[0] or advantage.shape[1] not in (1, ids.shape[1]):
+        raise ValueError(
+            f"advantage at {key!r} has {[row.shape[0] for row in flat]} values per row; expected 1 or one per token of "
+            f"{tuple(ids.shape)}."
+        )
+    return advantage.expand_as(ids)
+
+
+def _finite(values: Tensor, key: NestedKey) -> Tensor:
+    """Check the values ``[N]`` of loss tokens; what lies at other tokens (NaN, too) was never selected."""
+    values = values.detach().float()
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"{key!r} is not finite at {int((~values.isfinite()).sum())} of {len(values)} loss tokens.")
+    return values
+
+
+def _shadow(data: TensorDictBase, key: NestedKey) -> ShadowMask | None:
+    if isinstance(data, LazyStackedTensorDict):
+        rows = _each_row(data, key)
+        return None if rows is None else ShadowMask.stack(rows)
+    shadow = data.get(key, None)
+    if isinstance(shadow, TensorDictBase):
+        shadow = ShadowMask.from_tensordict(shadow)
+    return shadow
+
+
+def _names(data: TensorDictBase) -> list[NestedKey]:
+    return sorted(data.keys(include_nested=True, leaves_only=True), key=str)
