@@ -1,0 +1,44 @@
+"""What to evict: policies, their registry, budgets, and the selection of keys by score.
+
+This package knows tensors only, so that a policy can be written and tested on its own.
+
+Example:
+    >>> from smdlib.policies import available_policies, make_policy
+    >>> make_policy("snapkv", window=16)
+    SnapKVPolicy(window=16, kernel_size=7, pooling='max')
+"""
+
+from .budget import Allocation, PyramidAllocation, UniformAllocation, resolve_budget
+from .errors import PolicyError
+from .h2o import H2OPolicy
+from .protocol import EvictionPolicy, query_window, tracks_attention
+from .random_policy import RandomPolicy
+from .recent import RecentPolicy
+from .registry import available_policies, make_policy, register_policy
+from .select import checked_scores, evict_indices, keep_indices
+from .snapkv import SnapKVPolicy
+from .streaming import StreamingPolicy
+from .view import CacheView
+
+__all__ = [
+    "Allocation",
+    "CacheView",
+    "EvictionPolicy",
+    "H2OPolicy",
+    "PolicyError",
+    "PyramidAllocation",
+    "RandomPolicy",
+    "RecentPolicy",
+    "SnapKVPolicy",
+    "StreamingPolicy",
+    "UniformAllocation",
+    "available_policies",
+    "checked_scores",
+    "evict_indices",
+    "keep_indices",
+    "make_policy",
+    "query_window",
+    "register_policy",
+    "resolve_budget",
+    "tracks_attention",
+]
