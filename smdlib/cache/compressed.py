@@ -39,7 +39,7 @@ class CompressedCache(Cache):
             ``reserve`` (counted in `growths`, warned about once).
         prompt_lengths: int ``[B]``, unpadded prompt lengths, for a prompt that arrives in several calls: then a share
             refers to the whole prompt from the first chunk on, and a last chunk of one token counts as prompt. Without
-            it a call with one token is decoding, and a share refers to the tokens seen so far.
+            it a call with one token is decoding once every row has begun, and a share refers to the tokens seen so far.
         generators: One ``torch.Generator`` per row for policies that draw random numbers.
 
     Raises:

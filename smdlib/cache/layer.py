@@ -224,7 +224,8 @@ class CompressedLayer(CacheLayerMixin):
                     f"prompt_lengths has {len(self.prompt_lengths)} entries for a batch of {len(seen)} rows."
                 )
             lengths = torch.maximum(self.prompt_lengths.to(seen.device), seen)
-        self._prompt_complete = bool((seen >= lengths).all())
+        # A row that is all padding so far still waits for its prompt, whatever was said about lengths.
+        self._prompt_complete = bool(((seen >= lengths) & (seen > 0)).all())
         rows = resolve_budget(self.settings.budget, lengths)
         self.budget = self.settings.allocation(rows, self.settings.num_layers, heads)[self.layer_idx]
         self._least_budget = int(self.budget.min())
