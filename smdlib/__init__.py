@@ -1,7 +1,7 @@
 """Shadow Mask Distillation: sparse-cache rollouts, replayed exactly in the learner."""
 
 from smdlib.cache import CompressedCache, EvictionRecorder, UnsupportedModelError
-from smdlib.losses import DenseToSparseKL, GRPOLoss, group_advantage
+from smdlib.losses import DenseToSparseKL, GRPOLoss, SMDLoss, group_advantage
 from smdlib.masks import NEVER, MaskedAttentionAdapter, ShadowMask, ShadowMaskRecorder
 from smdlib.policies import (
     CacheView,
@@ -27,6 +27,7 @@ __all__ = [
     "MaskedAttentionAdapter",
     "PolicyError",
     "PyramidAllocation",
+    "SMDLoss",
     "ShadowMask",
     "ShadowMaskRecorder",
     "UniformAllocation",

@@ -5,6 +5,7 @@ from smdlib.losses.aggregate import Aggregation, ConstantMean, SequenceMean, Tok
 from smdlib.losses.distill import DenseToSparseKL, DenseToSparseKLOutput
 from smdlib.losses.grpo import GRPOLoss, GRPOLossOutput
 from smdlib.losses.ratio import Ratio, SequenceRatio, TokenRatio
+from smdlib.losses.smd import SMDLoss, SMDLossOutput
 from smdlib.losses.surrogate import CISPOSurrogate, ClippedSurrogate, Surrogate, SurrogateValue
 from smdlib.losses.tokens import TokenKeys
 
@@ -18,6 +19,8 @@ __all__ = [
     "GRPOLoss",
     "GRPOLossOutput",
     "Ratio",
+    "SMDLoss",
+    "SMDLossOutput",
     "SequenceMean",
     "SequenceRatio",
     "Surrogate",

@@ -12,16 +12,18 @@ from smdlib.losses.scoring import full_kl, response_logits
 from smdlib.losses.tokens import TokenBatch, read_tokens
 
 
-class DenseToSparseKLOutput(TensorClass["nocast"]):
-    """What `DenseToSparseKL` returns, scalars.
-
-    Attributes:
-        loss_distill: ``coeff`` times the KL.
-        kl_dense_to_sparse: Mean KL over loss tokens in nats.
-    """
-
+class DenseToSparseKLOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces it: see below)
     loss_distill: Tensor
     kl_dense_to_sparse: Tensor
+
+
+# TensorClass puts a signature in the place of a docstring.
+DenseToSparseKLOutput.__doc__ = """What `DenseToSparseKL` returns, scalars.
+
+Attributes:
+    loss_distill: ``coeff`` times the KL.
+    kl_dense_to_sparse: Mean KL over loss tokens in nats.
+"""
 
 
 class DenseToSparseKL(TokenLoss):

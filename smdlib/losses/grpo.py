@@ -13,22 +13,24 @@ from smdlib.losses.surrogate import ClippedSurrogate, Surrogate
 from smdlib.losses.tokens import TokenBatch, read_tokens
 
 
-class GRPOLossOutput(TensorClass["nocast"]):
-    """What `GRPOLoss` returns, scalars; add up the ``loss_*`` entries and call ``backward``.
-
-    Attributes:
-        loss_objective: The negative surrogate.
-        clip_fraction: Share of loss tokens that were clipped.
-        kl_approx: Mean k3 estimate of KL(sampler || policy) in nats: the mismatch.
-        entropy: Mean entropy of the policy's (tempered) distribution in nats.
-        max_ratio: Largest ratio policy / sampler of a token.
-    """
-
+class GRPOLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces it: see below)
     loss_objective: Tensor
     clip_fraction: Tensor
     kl_approx: Tensor
     entropy: Tensor
     max_ratio: Tensor
+
+
+# TensorClass puts a signature in the place of a docstring.
+GRPOLossOutput.__doc__ = """What `GRPOLoss` returns, scalars; add up the ``loss_*`` entries and call ``backward``.
+
+Attributes:
+    loss_objective: The negative surrogate.
+    clip_fraction: Share of loss tokens that were clipped.
+    kl_approx: Mean k3 estimate of KL(sampler || policy) in nats: the mismatch.
+    entropy: Mean entropy of the policy's (tempered) distribution in nats.
+    max_ratio: Largest ratio policy / sampler of a token.
+"""
 
 
 class GRPOLoss(TokenLoss):

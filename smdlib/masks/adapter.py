@@ -26,8 +26,8 @@ class MaskedAttentionAdapter(nn.Module):
     """Gives a causal language model attention that honours evictions, and replays a `ShadowMask`.
 
     While it is installed the model samples with a `smdlib.cache.CompressedCache`; everything else (plain calls, other
-    caches) computes what it did before. It is also the learner's way to masked log-probs: a module around the model, to be
-    handed to the losses as their actor.
+    caches) computes what it did before. It is also the learner's way to masked log-probs: a module around the model,
+    to be handed to the losses as their actor.
 
     Args:
         model: A transformers causal language model.

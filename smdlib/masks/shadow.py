@@ -17,29 +17,7 @@ NEVER = 2**31 - 1
 """``evicted_at`` of a key that was never evicted."""
 
 
-class ShadowMask(TensorClass["nocast"]):
-    """Which keys every query could see while sampling (Shadow Mask Distillation, arXiv 2605.06850, Track 1).
-
-    Eviction is permanent, so the whole boolean mask per layer and KV head is one number per key::
-
-        visible(query q, key k)  <=>  k <= q  and  q < evicted_at[k]
-
-    Positions are those of the unpadded sequence: the record survives padding, slicing, a replay buffer and pickling.
-
-    Args:
-        evicted_at: int32 ``[*batch, T, L, H]``, position of the first query that could no longer see the key of token
-            ``T`` in layer ``L`` and KV head ``H``; ``NEVER`` (2**31 - 1) for keys never evicted and for padding.
-
-    Example:
-        >>> evicted_at = torch.full((1, 4, 1, 1), NEVER, dtype=torch.int32)
-        >>> evicted_at[0, 1] = 3  # the key of token 1 is last seen by query 2
-        >>> mask = ShadowMask(evicted_at=evicted_at, batch_size=[1])
-        >>> mask.visible(layer=0)[0, 0].int().tolist()
-        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
-        >>> mask.retention().item(), mask.nbytes
-        (0.8999999761581421, 16)
-    """
-
+class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces it: see below)
     evicted_at: Tensor
 
     @classmethod
@@ -64,7 +42,7 @@ class ShadowMask(TensorClass["nocast"]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the record: 4 per token, layer and KV head."""
+        """Bytes of the record, 4 per token, layer and KV head."""
         return self.evicted_at.nbytes
 
     def visible(self, layer: int, queries: Tensor | Sequence[int] | None = None) -> Tensor:
@@ -189,6 +167,31 @@ class ShadowMask(TensorClass["nocast"]):
         from smdlib.masks.plot import plot_retained_keys
 
         return plot_retained_keys(self, row=row, path=path, **options)
+
+
+# TensorClass puts a signature in the place of a docstring.
+ShadowMask.__doc__ = """Which keys every query could see while sampling.
+
+Track 1 of Shadow Mask Distillation (arXiv 2605.06850). Eviction is permanent, so the whole boolean mask
+per layer and KV head is one number per key::
+
+    visible(query q, key k)  <=>  k <= q  and  q < evicted_at[k]
+
+Positions are those of the unpadded sequence: the record survives padding, slicing, a replay buffer and pickling.
+
+Args:
+    evicted_at: int32 ``[*batch, T, L, H]``, position of the first query that could no longer see the key of token
+        ``T`` in layer ``L`` and KV head ``H``; ``NEVER`` (2**31 - 1) for keys never evicted and for padding.
+
+Example:
+    >>> evicted_at = torch.full((1, 4, 1, 1), NEVER, dtype=torch.int32)
+    >>> evicted_at[0, 1] = 3  # the key of token 1 is last seen by query 2
+    >>> mask = ShadowMask(evicted_at=evicted_at, batch_size=[1])
+    >>> mask.visible(layer=0)[0, 0].int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
+    >>> mask.retention().item(), mask.nbytes
+    (0.8999999761581421, 16)
+"""
 
 
 def check_record(evicted_at: Tensor) -> None:
