@@ -143,7 +143,8 @@ class CompressedLayer(CacheLayerMixin):
             assert self.slots is not None and self.padding is not None
             if self.slots.room == 0:
                 self._grow(self.slots)
-            self.slots.write(key_states, value_states, self.columns - self.padding)
+            with torch.no_grad():
+                self.slots.write(key_states, value_states, self.columns - self.padding)
             keys, values = self.slots.keys[:, :, : self.slots.used], self.slots.values[:, :, : self.slots.used]
         elif self.slots is not None:
             used = self.slots.used

@@ -210,10 +210,10 @@ def shadow_attention(
     if replay is not None:
         if cached is not None:
             raise ValueError("a recorded mask is replayed without a cache; pass either a CompressedCache or a record.")
-        visible = replay.visible(_layer_idx(module), attention_mask)
+        visible = replay.visible(_layer_idx(module), attention_mask, query.device)
         return inner(module, query, key, value, visible, scaling, dropout, **kwargs)
     if cached is None:
-        return inner(module, query, key, value, attention_mask.dense(), scaling, dropout, **kwargs)
+        return inner(module, query, key, value, attention_mask.dense(query.device), scaling, dropout, **kwargs)
 
     if module.training:
         refuse_dropout(module.config, "sampling")
@@ -221,7 +221,7 @@ def shadow_attention(
     padding = attention_mask.padding(query.shape[0], query.device)
     first = cached.is_first
     positions = cached.offered_positions(padding, query.shape[2])
-    visible = attention_mask.dense() if first else attention_mask.visible(positions, padding)
+    visible = attention_mask.dense(query.device) if first else attention_mask.visible(positions, padding)
     output, weights = inner(module, query, key, value, visible, scaling, dropout, **kwargs)
     mass = None
     if cached.tracks_attention:

@@ -57,11 +57,12 @@ class Replay:
         self._query = position
         self.applied: set[int] = set()
 
-    def visible(self, layer_idx: int, spec: MaskSpec) -> Tensor:
+    def visible(self, layer_idx: int, spec: MaskSpec, device: torch.device) -> Tensor:
         """Return what the queries of one layer may see, bool ``[B, H, C, C]``, the model's own pattern included."""
         self.applied.add(layer_idx)
-        shadow = self._query[:, None, :, None] < self._evicted_at[layer_idx][:, :, None, :]
-        dense = spec.dense()
+        query, gone = self._query.to(device), self._evicted_at[layer_idx].to(device)
+        shadow = query[:, None, :, None] < gone[:, :, None, :]
+        dense = spec.dense(device)
         if dense is None:
             columns = torch.arange(shadow.shape[-1], device=shadow.device)
             return shadow & (columns <= columns[:, None])

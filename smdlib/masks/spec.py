@@ -36,11 +36,11 @@ class MaskSpec:
         """Number of queries Q."""
         return int(self.arguments["q_length"])
 
-    def dense(self) -> Tensor | None:
-        """Return the model's own mask, bool ``[B, 1, Q, K]``, or ``None`` for plain causal attention."""
+    def dense(self, device: torch.device) -> Tensor | None:
+        """Return the model's own mask, bool ``[B, 1, Q, K]`` on ``device``, or ``None`` for plain causal attention."""
         if not self._dense_known:
             self._dense, self._dense_known = sdpa_mask(**self.arguments), True
-        return self._dense
+        return None if self._dense is None else self._dense.to(device)
 
     def padding(self, batch: int, device: torch.device) -> Tensor:
         """Padded columns in front of each row.
@@ -73,7 +73,7 @@ class MaskSpec:
                         "row (tokenizer.padding_side = 'left'), and ones for every generated column."
                     )
                 self._padding = columns - mask.sum(-1)
-        return self._padding
+        return self._padding.to(device)
 
     def visible(self, positions: Tensor, padding: Tensor) -> Tensor:
         """Evaluate the pattern at arbitrary keys.
