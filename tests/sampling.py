@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from smdlib import CompressedCache, MaskedAttentionAdapter, ShadowMask, ShadowMaskRecorder
+
+NO_TOKEN = 10**6  # an end token that is never drawn
 
 
 @dataclass
@@ -26,6 +29,25 @@ class Sample:
     def gap(self, log_probs: Tensor) -> float:
         """Largest absolute difference to the sampler on sampled tokens, in nats."""
         return float((log_probs - self.sampled)[self.response_mask].abs().max())
+
+
+class EndRows(LogitsProcessor):
+    """Makes row ``b`` emit an end token as its ``ends[b]``-th token; nothing else ends a row.
+
+    It changes which tokens are drawn, not the logits that ``output_logits`` reports.
+    """
+
+    def __init__(self, width: int, ends: dict[int, int], eos: list[int]) -> None:
+        self.width, self.ends, self.eos = width, ends, eos
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, self.eos] = -torch.inf
+        for row, end in self.ends.items():
+            if input_ids.shape[1] - self.width == end - 1:
+                scores[row] = -torch.inf
+                scores[row, self.eos[row % len(self.eos)]] = 0.0
+        return scores
 
 
 def ragged_prompts(lengths: list[int], vocab: int, seed: int = 0, low: int = 12) -> tuple[Tensor, Tensor]:
@@ -49,16 +71,23 @@ def sample(
     new_tokens: int = 12,
     chunk: int | None = None,
     eos: list[int] | None = None,
+    ends: dict[int, int] | None = None,
     seed: int = 0,
     **cache_options: Any,
 ) -> Sample:
-    """Run ``model.generate`` (an adapter must be installed) and collect what the sampler believed."""
+    """Run ``model.generate`` (an adapter must be installed) and collect what the sampler believed.
+
+    Rows end at a token of ``eos``: where chance has it, or, with ``ends``, row ``b`` after exactly ``ends[b]`` tokens.
+    """
     ids, mask = prompts
     recorder = ShadowMaskRecorder()
     cache_options.setdefault("reserve", cache_options.get("evict_every") or new_tokens)
     cache = CompressedCache(model.config, policy, budget, recorder=recorder, **cache_options)
     torch.manual_seed(seed)
-    extra = {} if chunk is None else {"prefill_chunk_size": chunk}
+    extra: dict[str, Any] = {} if chunk is None else {"prefill_chunk_size": chunk}
+    if ends is not None:
+        assert eos is not None, "name the tokens that end a row"
+        extra["logits_processor"] = LogitsProcessorList([EndRows(ids.shape[1], ends, eos)])
     with torch.no_grad():
         out = model.generate(
             ids,
@@ -67,7 +96,7 @@ def sample(
             max_new_tokens=new_tokens,
             do_sample=True,
             top_k=0,
-            eos_token_id=eos if eos is not None else -1,
+            eos_token_id=eos or NO_TOKEN,
             pad_token_id=0,
             output_logits=True,
             return_dict_in_generate=True,
@@ -78,8 +107,8 @@ def sample(
     response = tokens[:, width:]
     sampled = torch.full(tokens.shape, torch.nan)
     sampled[:, width:] = steps.gather(-1, response[..., None]).squeeze(-1)
-    ended = torch.isin(response, torch.tensor(eos or [-1])).int().cumsum(1)
-    alive = (ended - torch.isin(response, torch.tensor(eos or [-1])).int()) == 0
+    ended = torch.isin(response, torch.tensor(eos or [NO_TOKEN])).int().cumsum(1)
+    alive = (ended - torch.isin(response, torch.tensor(eos or [NO_TOKEN])).int()) == 0
     response_mask = torch.cat([torch.zeros_like(mask), alive.to(mask.dtype)], 1).bool()
     full = torch.cat([mask, alive.to(mask.dtype)], 1)
     lengths = full.sum(1)
@@ -92,3 +121,35 @@ def parity(model: Any, adapter: MaskedAttentionAdapter, taken: Sample) -> tuple[
         shadow = adapter.log_probs(taken.tokens, taken.attention_mask, taken.shadow)
         dense = adapter.log_probs(taken.tokens, taken.attention_mask)
     return taken.gap(shadow), taken.gap(dense)
+
+
+@torch.no_grad()
+def feed(model: Any, cache: CompressedCache, ids: Tensor, mask: Tensor, chunks: list[int], **kwargs: Any) -> Tensor:
+    """Plain calls with explicit unpadded position ids, ``chunks`` columns each; logits ``[B, sum(chunks), V]``."""
+    start = cache.get_seq_length()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = []
+    for size in chunks:
+        stop = start + size
+        out = model(
+            input_ids=ids[:, start:stop],
+            attention_mask=mask[:, :stop],
+            position_ids=positions[:, start:stop],
+            cache=cache,
+            **kwargs,
+        )
+        logits.append(out.logits)
+        start = stop
+    return torch.cat(logits, 1)
+
+
+def scored(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs ``[B, T - 1]`` of ``ids[:, 1:]`` by ``logits [B, T, V]``."""
+    return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def kept_positions(cache: CompressedCache, layer: int, row: int) -> list[list[int]]:
+    """Positions that a layer holds of one row, sorted, for every KV head."""
+    slots = cache.layers[layer].slots
+    assert slots is not None
+    return [sorted(head[head >= 0].tolist()) for head in slots.positions[row]]

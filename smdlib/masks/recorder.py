@@ -129,7 +129,9 @@ class ShadowMaskRecorder:
         total = int(ends.max())
         # Layers that evict seldom have shorter tables; the last column of each belongs to keys that stayed.
         tables = [table[:, :, : min(total, table.shape[2] - 1)] for table in self._layers if table is not None]
-        padded = [torch.nn.functional.pad(table, (0, total - table.shape[2]), value=NEVER) for table in tables]
+        padded = [
+            torch.nn.functional.pad(table, (0, total - table.shape[2]), value=NEVER).to(seen.device) for table in tables
+        ]
         evicted_at = torch.stack(padded, dim=1)
         # An eviction after the last query of a row changes nothing that the row has seen.
         evicted_at = torch.where(evicted_at < ends[:, None, None, None], evicted_at, NEVER)

@@ -26,9 +26,7 @@ def assert_same(adapter, actual, expected):
     scale = max(float(grad.abs().max()) for grad in truth.values())
     assert scale > 1e-3
     for name, grad in truth.items():
-        torch.testing.assert_close(
-            mine[name], grad, rtol=1e-3, atol=2e-5 * scale, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        torch.testing.assert_close(mine[name], grad, rtol=1e-3, atol=2e-5 * scale, msg=lambda text, n=name: n + text)
 
 
 def plain_grpo(adapter, rows):
@@ -110,7 +108,7 @@ def test_ragged_rows_equal_padded_rows():
 
 
 def test_finite_log_probs_mark_the_response_without_a_loss_mask():
-    adapter, batch, rows = rollout(drift=0.05)
+    adapter, batch, _ = rollout(drift=0.05)
     loss = GRPOLoss(adapter, temperature=TEMPERATURE)
     expected = loss(batch).loss_objective
     bare = batch.clone()
@@ -129,7 +127,7 @@ def test_a_missing_shadow_mask_is_an_error_never_a_dense_pass():
 
 
 def test_dense_data_is_asked_for():
-    adapter, batch, rows = rollout()
+    adapter, batch, _ = rollout()
     dense = GRPOLoss(adapter, temperature=TEMPERATURE, dense=True)
     assert "shadow" not in dense.in_keys
     with_mask = GRPOLoss(adapter, temperature=TEMPERATURE)(batch)
