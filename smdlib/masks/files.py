@@ -23,7 +23,8 @@ class ShadowMaskFileError(ValueError):
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().cpu().numpy().tobytes()).hexdigest()
+    # As bytes, so that a foreign file's dtype cannot fail here (numpy has no bfloat16).
+    return hashlib.sha256(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def save_mask(evicted_at: Tensor, path: Path) -> None:
