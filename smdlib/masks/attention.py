@@ -112,12 +112,7 @@ def eager_attention(
     Raises:
         ValueError: if the model's file defines no eager attention.
     """
-    own: Attention | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if own is None:
-        raise ValueError(
-            f"{type(module).__name__} has no eager_attention_forward beside it, so its soft-capping or sinks cannot be "
-            "delegated; smdlib cannot replay this model exactly."
-        )
+    own = _own_eager(module)
     if visible is None:
         rows = torch.arange(query.shape[2], device=query.device)
         visible = (torch.arange(key.shape[2], device=query.device) <= rows[:, None] + key.shape[2] - query.shape[2])[
@@ -206,7 +201,9 @@ def shadow_attention(
                 f"{type(attention_mask).__name__} that was not made through transformers' mask interface (a 4D mask of "
                 "your own?); evictions cannot be combined with it exactly. Pass a 2D attention_mask."
             )
-        return inner(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+        # Not ours to interpret: the model's own attention, as if no adapter were there.
+        own = sdpa_attention_forward if inner is fused_attention else _own_eager(module)
+        return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if replay is not None:
         if cached is not None:
             raise ValueError("a recorded mask is replayed without a cache; pass either a CompressedCache or a record.")
@@ -231,6 +228,16 @@ def shadow_attention(
             mass = rearrange(weights.float(), "b (h g) q k -> b h g q k", h=key.shape[1]).sum((2, 3))
     cached.commit(query, positions, mass, scale)
     return output, weights
+
+
+def _own_eager(module: nn.Module) -> Attention:
+    own: Attention | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise ValueError(
+            f"{type(module).__name__} has no eager_attention_forward beside it, so its soft-capping or sinks cannot be "
+            "delegated; smdlib cannot replay this model exactly."
+        )
+    return own
 
 
 def _layer_idx(module: nn.Module) -> int:

@@ -32,6 +32,11 @@ class MaskSpec:
     _padding: Tensor | None = field(default=None, init=False)
 
     @property
+    def ndim(self) -> int:
+        """4, as of the mask it stands for: ``generate`` prepares the mask of a static cache before the model asks."""
+        return 4
+
+    @property
     def query_length(self) -> int:
         """Number of queries Q."""
         return int(self.arguments["q_length"])
@@ -118,6 +123,8 @@ def mask_spec(**arguments: Any) -> MaskSpec:
         ValueError: if the 2D mask is wider than the keys, as when a cache was dropped on the way.
     """
     mask = arguments.get("attention_mask")
+    if isinstance(mask, MaskSpec):
+        return mask
     width = int(arguments["kv_length"]) + int(arguments.get("kv_offset", 0))
     if mask is not None and mask.ndim == 2 and mask.shape[1] > width:
         raise ValueError(
