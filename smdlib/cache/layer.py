@@ -67,6 +67,7 @@ class CompressedLayer(CacheLayerMixin):
         self._least_budget = 0
         self._prompt_complete = False
         self._step: _Step | None = None
+        self._announced: int | None = None
         self._show_storage()
 
     def _show_storage(self) -> None:
@@ -85,6 +86,13 @@ class CompressedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Logical key length and offset ``(seen + query_length, 0)``; the adapter maps them to slots."""
         self.check_attended()
+        if self._announced not in (None, query_length):
+            raise RuntimeError(
+                f"layer {self.layer_idx} of a CompressedCache was asked for a mask but never given the keys: the model "
+                "dropped the cache. Gradient checkpointing in train mode does that unless it runs without gradients; "
+                "sample under torch.no_grad(). (After an exception inside the model, start again with a new cache.)"
+            )
+        self._announced = query_length
         return self.columns + query_length, 0
 
     def get_max_length(self) -> int:
@@ -132,6 +140,7 @@ class CompressedLayer(CacheLayerMixin):
             UnsupportedModelError: if keys and values differ in shape (latent attention).
         """
         self.check_attended()
+        self._announced = None
         if key_states.shape != value_states.shape:
             raise UnsupportedModelError(
                 f"layer {self.layer_idx} caches keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} "
@@ -171,8 +180,15 @@ class CompressedLayer(CacheLayerMixin):
 
         Returns:
             int64 ``[B, H, K]``, ``-1`` for slots without a key and for padding.
+
+        Raises:
+            UnsupportedModelError: if these keys have been attended to before.
         """
-        assert self._step is not None
+        if self._step is None:
+            raise UnsupportedModelError(
+                f"layer {self.layer_idx} attends more than once to the keys of one step; which of these queries evicts "
+                "is not defined, so smdlib cannot record this model."
+            )
         self.padding = padding
         cached = None if self.slots is None else self.slots.positions[:, :, : self.slots.used]
         if cached is not None and not self._step.prefill:

@@ -31,6 +31,13 @@ class MaskSpec:
     _dense_known: bool = field(default=False, init=False)
     _padding: Tensor | None = field(default=None, init=False)
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what is wrong with a model that computes with its mask before attention."""
+        raise AttributeError(
+            f"smdlib keeps the recipe of a mask, which has no {name!r}: a model that computes with its mask on the way "
+            "to attention cannot be evicted or replayed exactly. Remove its MaskedAttentionAdapter."
+        )
+
     @property
     def ndim(self) -> int:
         """4, as of the mask it stands for: ``generate`` prepares the mask of a static cache before the model asks."""
