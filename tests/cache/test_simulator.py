@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass
 
 import torch
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -275,7 +275,24 @@ class Run:
         assert torch.equal(self.recorder.shadow_mask(lengths).evicted_at, self.slow.record(lengths))
 
 
+PADDED_ROW_IN_CALLS_OF_ONE_TOKEN = Case(
+    policy=ArbitraryPolicy(0, 4),
+    budget=1,
+    allocation=UniformAllocation(),
+    evict_every=None,
+    reserve=None,
+    prompts=(1, 3),
+    know_lengths=False,
+    calls=(1, 1, 1, 1),
+    prompt_calls=3,
+    parents=None,
+    ends=(0, 0),
+    seed=0,
+)
+
+
 @given(cases())
+@example(PADDED_ROW_IN_CALLS_OF_ONE_TOKEN)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_cache_equals_a_cache_on_lists(case):
     run = Run(case)
