@@ -60,23 +60,26 @@ class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces i
         at = keys if queries is None else torch.as_tensor(queries, device=gone.device)
         return (keys <= at[:, None]) & (at[:, None] < gone)
 
-    def retention(self, lengths: Tensor | Sequence[int] | None = None) -> Tensor:
+    def retention(
+        self, lengths: Tensor | Sequence[int] | None = None, first: Tensor | Sequence[int] | None = None
+    ) -> Tensor:
         """Share of the causally possible (query, key) pairs that were visible.
 
         Args:
             lengths: int ``[*batch]``, unpadded lengths of the rows; ``T`` by default.
+            first: int ``[*batch]``, count queries from this position on, such as the prompt length; 0 by default.
 
         Returns:
             float32 ``[*batch, L, H]``, 1 without eviction.
         """
         device, batch = self.evicted_at.device, self.evicted_at.shape[:-3]
-        full = torch.full(batch, self.num_tokens, device=device)
-        ends = (full if lengths is None else torch.as_tensor(lengths, device=device))[..., None, None, None]
+        end = _per_row(lengths, self.num_tokens, batch, device)
+        start = _per_row(first, 0, batch, device)
         keys = torch.arange(self.num_tokens, device=device)[:, None, None]
-        # Key k is seen by queries k .. min(evicted_at, length) - 1.
-        seen = (torch.minimum(self.evicted_at.long(), ends) - keys).clamp(min=0).sum(-3)
-        pairs = ends[..., 0, :, :] * (ends[..., 0, :, :] + 1) / 2
-        return (seen / pairs).float()
+        # Key k is seen by queries max(k, start) .. min(evicted_at, end) - 1.
+        seen = torch.minimum(self.evicted_at.long(), end) - torch.maximum(keys, start)
+        pairs = (end * (end + 1) - start * (start + 1)) / 2
+        return (seen.clamp(min=0).sum(-3) / pairs[..., 0, :, :]).float()
 
     def pad(self, num_tokens: int) -> ShadowMask:
         """Return the mask right-padded with ``NEVER`` to ``num_tokens``.
@@ -167,6 +170,14 @@ class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces i
         from smdlib.masks.plot import plot_retained_keys
 
         return plot_retained_keys(self, row=row, path=path, **options)
+
+
+def _per_row(
+    values: Tensor | Sequence[int] | None, default: int, batch: torch.Size, device: torch.device
+) -> Tensor:
+    """Return one int64 per row, ``[*batch, 1, 1, 1]``."""
+    rows = torch.full(batch, default, device=device) if values is None else torch.as_tensor(values, device=device)
+    return rows[..., None, None, None]
 
 
 # TensorClass puts a signature in the place of a docstring.
