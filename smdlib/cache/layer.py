@@ -120,7 +120,8 @@ class CompressedLayer(CacheLayerMixin):
             raise RuntimeError(
                 f"layer {self.layer_idx} of a CompressedCache was attended to without a MaskedAttentionAdapter. "
                 "Install one first, `adapter = MaskedAttentionAdapter(model)`, and keep it installed while the cache "
-                "is in use. (After an exception inside the model, start again with a new cache.)"
+                "is in use. If one is installed, the model changes its keys between cache and attention, and is not "
+                "supported. (After an exception inside the model, start again with a new cache.)"
             )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -119,7 +119,9 @@ def refuse_dropout(config: Any, doing: str) -> None:
     rates = {
         name: rate
         for name, rate in text.to_dict().items()
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(rate, float) and rate > 0
+        if any(word in name for word in ("dropout", "pdrop", "layerdrop", "jitter_noise"))
+        and isinstance(rate, float)
+        and rate > 0
     }
     # Heads that a causal language model does not run.
     rates = {name: rate for name, rate in rates.items() if "classifier" not in name and "summary" not in name}

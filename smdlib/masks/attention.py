@@ -20,6 +20,7 @@ from smdlib.cache.layer import cache_layer_of
 from smdlib.cache.support import refuse_dropout
 from smdlib.masks.replay import Replay
 from smdlib.masks.spec import MaskSpec
+from smdlib.policies.mass import received_attention
 
 REPLAY_ARGUMENT = "smdlib_replay"
 
@@ -128,15 +129,17 @@ def eager_attention(
     return output, weights * visible
 
 
-def attention_mass(query: Tensor, key: Tensor, visible: Tensor | None, scaling: float, block: int = 128) -> Tensor:
+def attention_mass(query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
     """Attention that each key receives, summed over queries and over the query heads of its group.
+
+    Works through blocks of queries of one row and KV head at a time, so that its scratch memory stays below
+    what the layer's keys and values take.
 
     Args:
         query: ``[B, Hq, Q, D]``.
         key: ``[B, H, K, D]``.
         visible: bool ``[B, 1 | H, Q, K]`` or ``None`` for plain causal attention (Q == K).
         scaling: Factor of the logits.
-        block: Queries per block, so that never more than ``block x K`` weights exist.
 
     Returns:
         float32 ``[B, H, K]``.
@@ -146,18 +149,32 @@ def attention_mass(query: Tensor, key: Tensor, visible: Tensor | None, scaling: 
         >>> attention_mass(one, one[:, :1], None, scaling=1.0).mul(6).round().tolist()  # 2 heads x (1 + 1/2 + 1/3), ...
         [[[22.0, 10.0, 4.0]]]
     """
-    heads = key.shape[1]
+    batch, heads, keys, width = key.shape
+    queries = query.shape[2]
+    grouped = rearrange(query, "b (h g) q d -> b h g q d", h=heads)
+    if visible is not None:
+        visible = visible.expand(-1, heads, -1, -1)
+    if queries == 1 and key.dtype == torch.float32:  # decoding: all rows and heads fit at once
+        return received_attention(grouped, key, None if visible is None else visible[:, :, None], scaling)
     mass = torch.zeros(key.shape[:3], dtype=torch.float32, device=key.device)
-    keys = torch.arange(key.shape[2], device=key.device)
-    for start in range(0, query.shape[2], block):
-        part = rearrange(query[:, :, start : start + block], "b (h g) q d -> b h g q d", h=heads)
-        logits = torch.einsum("bhgqd,bhkd->bhgqk", part.float(), key.float()) * scaling
-        if visible is None:
-            seen = keys <= torch.arange(start, start + part.shape[3], device=key.device)[:, None]
-        else:
-            seen = visible[:, :, None, start : start + block]
-        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        mass += torch.where(seen, weights, 0.0).sum((2, 3))
+    # Three quarters of the layer, less the float32 copy of one head's keys, over logits and masks (7 bytes each).
+    spare = key.nbytes * 3 // 2 - 4 * keys * width
+    block = max(4, spare // (7 * grouped.shape[2] * keys))
+    for row in range(batch):
+        for head in range(heads):
+            own = key[row, head].float()
+            for start in range(0, queries, block):
+                stop = min(start + block, queries)
+                # A causal block sees nothing beyond its last query.
+                reach = keys if visible is not None else stop
+                if visible is not None:
+                    seen = visible[row, head, None, start:stop]
+                else:
+                    positions = torch.arange(reach, device=key.device)
+                    seen = positions <= positions[start:stop, None]
+                mass[row, head, :reach] += received_attention(
+                    grouped[row, head, :, start:stop], own[:reach], seen, scaling
+                )
     return mass
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -33,15 +32,19 @@ def save_mask(evicted_at: Tensor, path: Path) -> None:
     Args:
         evicted_at: int32 ``[*batch, T, L, H]``.
         path: File to write.
+
+    Raises:
+        FileNotFoundError: if its folder does not exist.
     """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write a shadow mask to {path}: there is no folder {path.parent}")
     tensor = evicted_at.detach().cpu().contiguous()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    os.close(handle)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         save_file({_NAME: tensor}, temporary, metadata={"format": _FORMAT, "sha256": _digest(tensor)})
         os.replace(temporary, path)
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def load_mask(path: Path) -> Tensor:

@@ -172,9 +172,7 @@ class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces i
         return plot_retained_keys(self, row=row, path=path, **options)
 
 
-def _per_row(
-    values: Tensor | Sequence[int] | None, default: int, batch: torch.Size, device: torch.device
-) -> Tensor:
+def _per_row(values: Tensor | Sequence[int] | None, default: int, batch: torch.Size, device: torch.device) -> Tensor:
     """Return one int64 per row, ``[*batch, 1, 1, 1]``."""
     rows = torch.full(batch, default, device=device) if values is None else torch.as_tensor(values, device=device)
     return rows[..., None, None, None]

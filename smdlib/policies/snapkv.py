@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._options import check_int
+from .mass import received_attention
 from .registry import register_policy
 from .view import CacheView
 
-_CHUNK = 2**20  # logits in memory at once (4 MB in float32), unless one head alone has more
+_CHUNK = 4 * 2**20  # bytes of logits at once, unless one head alone has more
 
 
 @register_policy("snapkv")
@@ -90,8 +91,7 @@ def window_mass(view: CacheView, window: int) -> Tensor:
         window: number of last queries to use, W at most unless no row is longer than W.
 
     Returns:
-        ``[B, H, K]`` float32, for the keys outside the window. Where a query sees nothing (it does not exist, or its
-        keys have left), its head has NaN; but then no key outside the window is left, for every query would see it.
+        ``[B, H, K]`` float32. A query that sees nothing (it does not exist, or its keys have left) gives nothing.
 
     Raises:
         ValueError: too few queries.
@@ -110,16 +110,16 @@ def window_mass(view: CacheView, window: int) -> Tensor:
     mass = torch.empty(view.positions.shape, dtype=torch.float32, device=view.keys.device)
     # Row by row, so that a row's rounding, and with it a near tie, cannot depend on its batch-mates; in head chunks,
     # so that neither the float32 copy of the keys nor the logits are ever there for the whole layer.
-    step = max(1, _CHUNK // max(1, group * width * view.positions.shape[2]))
+    # Below half a layer's keys and values, where one head allows it: eviction must not cost what it is to save.
+    scratch = 4 * view.positions.shape[2] * (group * width + width + view.keys.shape[3])  # bytes per head
+    step = max(1, min(_CHUNK, (view.keys.nbytes + view.values.nbytes) // 2) // max(1, scratch))
     for row in range(len(queries)):
         asked = asked_at[row, :, None]
         for first in range(0, heads, step):
             part = slice(first, first + step)
-            logits = torch.einsum("hgwd,hkd->hgwk", queries[row, part].float(), view.keys[row, part].float())
             positions = view.positions[row, part, None, None]
-            hidden = (positions < 0) | (positions > asked)  # [h, 1, W, K]
-            weights = logits.mul_(view.scaling).masked_fill_(hidden, float("-inf")).softmax(-1)
-            mass[row, part] = weights.sum((1, 2)).div_(group)
+            seen = (positions >= 0) & (positions <= asked)  # [h, 1, W, K]
+            mass[row, part] = received_attention(queries[row, part], view.keys[row, part], seen, view.scaling) / group
     return mass
 
 

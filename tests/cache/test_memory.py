@@ -117,15 +117,13 @@ def commits_measured(cache, allocations):
     return taken
 
 
+@pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_case_12_eviction_allocates_less_than_one_layer(policy, dtype):
-    """At the peak, everything included: in a prefill the new slots themselves, in decoding the scores.
-
-    SnapKV scores one row at a time, so what it needs does not grow with the batch.
-    """
-    batch, heads, dim, prompt, budget, steps = 8, 2, 64, 384, 192, 4
-    model = llama(head_dim=dim, dtype=dtype)
+def test_case_12_eviction_allocates_less_than_one_layer(policy, dtype, batch):
+    """At the peak, everything included: in a prefill the new slots themselves, in decoding the scores."""
+    heads, dim, prompt, budget, steps = 4, 64, 384, 192, 4
+    model = llama(heads=2 * heads, kv_heads=heads, head_dim=dim, dtype=dtype)
     cache = CompressedCache(model.config, policy_of(policy), budget, evict_every=2, recorder=ShadowMaskRecorder())
     ids = torch.randint(32, (batch, prompt + steps))
     per_key = 2 * batch * heads * dim * dtype.itemsize
@@ -158,13 +156,37 @@ def test_prefill_releases_what_is_not_kept():
     assert cache.kv_bytes() <= left < cache.kv_bytes() + positions * 3
 
 
-def test_attention_mass_never_builds_all_weights():
-    batch, kv_heads, group, tokens, dim, block = 1, 1, 2, 1024, 16, 64
-    query, key = torch.randn(batch, kv_heads * group, tokens, dim), torch.randn(batch, kv_heads, tokens, dim)
-    with Allocations() as allocations:
-        attention_mass(query, key, None, scaling=0.25, block=block)
-    assert allocations.peak < 6 * batch * kv_heads * group * block * tokens * 4
-    assert allocations.peak < batch * kv_heads * group * tokens * tokens * 4 / 2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+def test_attention_mass_takes_less_than_one_layer(masked, batch, dtype):
+    kv_heads, group, tokens, dim = 2, 4, 512, 64
+    query = torch.randn(batch, kv_heads * group, tokens, dim, dtype=dtype)
+    key = torch.randn(batch, kv_heads, tokens, dim, dtype=dtype)
+    visible = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(batch, 1, -1, -1) if masked else None
+    for queries, seen in ((query, visible), (query[:, :, -1:], None if visible is None else visible[:, :, -1:])):
+        if queries.shape[2] == 1 and seen is None:
+            seen = torch.ones(batch, 1, 1, tokens, dtype=torch.bool)
+        with Allocations() as allocations:
+            attention_mass(queries, key, seen, scaling=0.25)
+        assert 0 < allocations.peak < 2 * key.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_mass_is_the_formula(dtype):
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 6, 70, 8, dtype=dtype), torch.randn(2, 3, 70, 8, dtype=dtype)
+    visible = torch.rand(2, 3, 70, 70) < 0.5
+    visible[:, :, 3] = False  # a query that sees nothing
+    for queries, seen in ((query, visible), (query[:, :, 5:6], visible[:, :, 5:6]), (query, None)):
+        mask = torch.ones(70, 70, dtype=torch.bool).tril().expand(2, 3, -1, -1) if seen is None else seen
+        expected = torch.zeros(2, 3, 70)
+        for row in range(2):
+            for head in range(6):
+                logits = 0.25 * queries[row, head].float() @ key[row, head // 2].float().T
+                weights = logits.masked_fill(~mask[row, head // 2], -torch.inf).softmax(-1)
+                expected[row, head // 2] += weights.nan_to_num(0.0).sum(0)
+        torch.testing.assert_close(attention_mass(queries, key, seen, scaling=0.25), expected, rtol=1e-5, atol=1e-5)
 
 
 MOVES = ("aten.cat", "aten.stack", "aten.gather", "aten.index", "aten.take", "aten.clone", "aten.copy_", "aten.repeat")
