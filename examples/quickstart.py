@@ -25,7 +25,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import smdlib
-from smdlib import CompressedCache, GRPOLoss, MaskedAttentionAdapter, ShadowMaskRecorder, SMDLoss, group_advantage
+from smdlib import (
+    CompressedCache,
+    DenseToSparseKL,
+    GRPOLoss,
+    MaskedAttentionAdapter,
+    ShadowMask,
+    ShadowMaskRecorder,
+    SMDLoss,
+    group_advantage,
+)
 
 POLICIES = {"streaming": {}, "recent": {"sinks": 1}, "random": {}, "snapkv": {}, "h2o": {}}
 
@@ -118,7 +127,15 @@ def compare_policies(model, tokenizer, adapter: MaskedAttentionAdapter, rows: li
     """Part 1: sampled against replayed and against dense log-probs, for every policy and budget."""
     table = Table(title=f"{len(rows)} prompts, {cfg.new_tokens} tokens each, float32; differences in nats")
     table.add_column("policy")
-    for name in ("budget", "max |sparse - shadow|", "mean", "max |sparse - dense|", "mean", "KV / dense", "keys seen by response"):
+    for name in (
+        "budget",
+        "max |sparse - shadow|",
+        "mean",
+        "max |sparse - dense|",
+        "mean",
+        "KV / dense",
+        "keys seen by response",
+    ):
         table.add_column(name, justify="right")
     kept, worst = None, 0.0
     cases = [(name, budget) for budget in cfg.budgets for name in POLICIES]
@@ -135,7 +152,8 @@ def compare_policies(model, tokenizer, adapter: MaskedAttentionAdapter, rows: li
         numbers = [f"{gap:.1e}" for gap in (gaps[0].max(), gaps[0].mean())]
         numbers += [f"{gap:.2f}" for gap in (gaps[1].max(), gaps[1].mean())]
         share = float(batch["kv_bytes"][0]) / dense_kv_bytes(model, batch)
-        seen = batch["shadow"].retention(attention.sum(1), first=batch["prompt_length"]).mean()
+        record: ShadowMask = batch.get("shadow")
+        seen = record.retention(attention.sum(1), first=batch["prompt_length"]).mean()
         table.add_row(name, f"{budget:.0%}", *numbers, f"{share:.0%}", f"{float(seen):.0%}")
         worst = max(worst, float(gaps[0].max()))
         if name == "snapkv" and kept is None:
@@ -145,8 +163,11 @@ def compare_policies(model, tokenizer, adapter: MaskedAttentionAdapter, rows: li
 
 def train(model, tokenizer, adapter: MaskedAttentionAdapter, data, cfg: Settings, console: Console) -> None:
     """Part 3: SMD updates, one prompt's group each, gradients accumulated over micro-batches of two rows."""
-    loss_module = SMDLoss(adapter, grpo=GRPOLoss(adapter, temperature=cfg.temperature))
-    loss_module.distill.coeff = cfg.coeff
+    loss_module = SMDLoss(
+        adapter,
+        grpo=GRPOLoss(adapter, temperature=cfg.temperature),
+        distill=DenseToSparseKL(adapter, coeff=cfg.coeff, temperature=cfg.temperature),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, weight_decay=0.0)
     table = Table(title=f"SMD updates: SnapKV at 50 %, groups of {cfg.group}, coeff {cfg.coeff}")
     for name in ("update", "reward", "loss", "KL dense to sparse", "mismatch (max |log ratio|)", "seconds"):
@@ -198,7 +219,8 @@ def main(cfg: Settings) -> None:
     cfg.out.mkdir(parents=True, exist_ok=True)
     picture = cfg.out / "kept_keys.png"
     length, prompt = int(kept["masks", "all_attention_mask"][0].sum()), int(kept["prompt_length"][0])
-    kept["shadow"].plot(
+    record: ShadowMask = kept.get("shadow")
+    record.plot(
         0, picture, length=length, prompt_length=prompt, title=f"SnapKV at {cfg.budgets[0]:.0%}: what each head kept"
     )
     console.print(f"plot: {picture}")

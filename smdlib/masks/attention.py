@@ -172,9 +172,9 @@ def attention_mass(query: Tensor, key: Tensor, visible: Tensor | None, scaling: 
                 else:
                     positions = torch.arange(reach, device=key.device)
                     seen = positions <= positions[start:stop, None]
-                mass[row, head, :reach] += received_attention(
-                    grouped[row, head, :, start:stop], own[:reach], seen, scaling
-                )
+                part = grouped[row, head, :, start:stop]
+                mass[row, head, :reach] += received_attention(part, own[:reach], seen, scaling)
+            del own  # before the next head's copy is made
     return mass
 
 

@@ -50,7 +50,11 @@ class RandomPolicy:
 
     def score(self, view: CacheView) -> Tensor:
         """Scores ``[B, H, K]``: uniform in [0, 1), the last tokens protected; see the class."""
-        scores = torch.stack([self._row(view, row, seen) for row, seen in enumerate(view.seen.tolist())])
+        # A row draws when it has to evict itself: its later choices must not depend on its batch-mates.
+        evicts = (view.present.sum(-1) > view.budget).any(-1).tolist()
+        rows = enumerate(zip(view.seen.tolist(), evicts, strict=True))
+        idle = torch.zeros(view.positions.shape[1:], device=view.positions.device)
+        scores = torch.stack([self._row(view, row, seen) if over else idle for row, (seen, over) in rows])
         return view.protect(scores, view.newest(self.recent))
 
     def _row(self, view: CacheView, row: int, seen: int) -> Tensor:

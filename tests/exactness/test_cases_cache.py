@@ -105,9 +105,6 @@ def test_case_05_padded_row_is_the_row_alone(family, policy, evict_every):
                 assert [len(head) for head in kept] == [budget] * len(kept)
 
 
-draws_with_its_batch = pytest.mark.xfail(reason="a row below its budget draws numbers when a batch-mate has to evict")
-
-
 @pytest.mark.parametrize(
     ("budget", "evict_every"),
     [
@@ -115,8 +112,8 @@ draws_with_its_batch = pytest.mark.xfail(reason="a row below its budget draws nu
         (0.4, 1),
         (0.4, 4),
         (12, None),
-        pytest.param(12, 1, marks=draws_with_its_batch),
-        pytest.param(12, 4, marks=draws_with_its_batch),
+        (12, 1),
+        (12, 4),
     ],
 )
 def test_case_05_a_row_with_its_generator_does_not_depend_on_its_batch(budget, evict_every):

@@ -32,7 +32,8 @@ def test_a_row_does_not_depend_on_padding_batch_mates_or_slot_order(random_view,
 
 
 def test_the_numbers_are_the_generators_own_by_position(random_view):
-    view = dataclasses.replace(random_view(rows=2, tokens=6, lengths=[6, 4]), generators=generators(1, 2))
+    view = random_view(rows=2, tokens=6, lengths=[6, 4])
+    view = dataclasses.replace(view, budget=torch.full_like(view.budget, 3), generators=generators(1, 2))
     scores = RandomPolicy(recent=1).score(view)
     for row, length in enumerate([6, 4]):
         expected = torch.rand(2, length + 1, generator=torch.Generator().manual_seed(1 + row))[:, : length - 1]
