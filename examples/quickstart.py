@@ -162,13 +162,15 @@ def compare_policies(model, tokenizer, adapter: MaskedAttentionAdapter, rows: li
 
 
 def train(model, tokenizer, adapter: MaskedAttentionAdapter, data, cfg: Settings, console: Console) -> None:
-    """Part 3: SMD updates, one prompt's group each, gradients accumulated over micro-batches of two rows."""
+    """Part 3: SMD updates, one prompt's group each, gradients accumulated over micro-batches of one row."""
     loss_module = SMDLoss(
         adapter,
         grpo=GRPOLoss(adapter, temperature=cfg.temperature),
         distill=DenseToSparseKL(adapter, coeff=cfg.coeff, temperature=cfg.temperature),
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, weight_decay=0.0)
+    # In train mode activations are computed again in the backward pass, under the mask of their own forward pass.
+    model.activation_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, weight_decay=0.0, foreach=False)
     table = Table(title=f"SMD updates: SnapKV at 50 %, groups of {cfg.group}, coeff {cfg.coeff}")
     for name in ("update", "reward", "loss", "KL dense to sparse", "mismatch (max |log ratio|)", "seconds"):
         table.add_column(name, justify="right")
@@ -184,12 +186,14 @@ def train(model, tokenizer, adapter: MaskedAttentionAdapter, data, cfg: Settings
         lengths = batch["masks", "all_assistant_mask"].sum(1)
         items = loss_module.grpo.aggregation.count(lengths), loss_module.distill.aggregation.count(lengths)
         total, kl, mismatch = 0.0, 0.0, 0.0
-        for part in batch.split(2):
+        model.train()
+        for part in batch.split(1):
             output = loss_module(part, *items)
             loss = output.loss_objective + output.loss_distill
             loss.backward()
             total, kl = total + loss.item(), kl + output.loss_distill.item() / cfg.coeff
             mismatch = max(mismatch, abs(output.max_ratio.log().item()))
+        model.eval()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
