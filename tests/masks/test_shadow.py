@@ -187,3 +187,14 @@ def test_impossible_records_are_refused(evicted_at, message):
 def test_a_possible_record_is_accepted():
     check_record(torch.tensor([1, 2, 3, NEVER], dtype=torch.int32)[:, None, None])
     check_record(random_mask(2, 2, never=0.0).evicted_at)
+
+
+def test_retention_of_later_queries_is_the_mean_of_their_visible_keys():
+    mask = random_mask(2, tokens=9, seed=3)
+    for lengths, first in (([9, 7], [3, 5]), ([9, 9], [0, 8])):
+        retention = mask.retention(lengths, first=first)
+        for row, (end, start) in enumerate(zip(lengths, first, strict=True)):
+            for layer in range(mask.evicted_at.shape[2]):
+                visible = mask.visible(layer)[row, :, start:end, :end].sum((1, 2))
+                pairs = sum(query + 1 for query in range(start, end))
+                torch.testing.assert_close(retention[row, layer], visible / pairs)
