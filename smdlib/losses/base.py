@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torchrl.objectives.common import LossModule
 
+from smdlib.losses.scoring import Actor
 from smdlib.losses.tokens import TokenKeys
 
 
@@ -19,6 +20,7 @@ class TokenLoss(LossModule):
         temperature: The sampler's, above 0.
 
     Raises:
+        TypeError: if the actor cannot be shadow-masked.
         ValueError: for a temperature that defines no distribution.
     """
 
@@ -28,10 +30,15 @@ class TokenLoss(LossModule):
 
     default_keys = _AcceptedKeys
     output_type: type[Any]
-    actor_network: nn.Module
+    actor_network: Any  # a module and an Actor
 
     def __init__(self, actor: nn.Module, temperature: float = 1.0) -> None:
         super().__init__()
+        if not isinstance(actor, nn.Module) or not isinstance(actor, Actor):
+            raise TypeError(
+                f"actor is a {type(actor).__name__}, which cannot be shadow-masked; wrap the model: "
+                "MaskedAttentionAdapter(model)."
+            )
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, not {temperature}; greedy decoding has no distribution.")
         self.actor_network = actor

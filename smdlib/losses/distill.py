@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from smdlib.losses.aggregate import Aggregation, TokenMean
 from smdlib.losses.base import TokenLoss
-from smdlib.losses.scoring import full_kl, response_logits
+from smdlib.losses.linear import TokenScores
+from smdlib.losses.metrics import token_mean
+from smdlib.losses.scoring import predicting_states, score_states, teacher_states
 from smdlib.losses.tokens import TokenBatch, read_tokens
 
 
@@ -21,8 +23,8 @@ class DenseToSparseKLOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator
 DenseToSparseKLOutput.__doc__ = """What `DenseToSparseKL` returns, scalars.
 
 Attributes:
-    loss_distill: ``coeff`` times the KL.
-    kl_dense_to_sparse: Mean KL over loss tokens in nats.
+    loss_distill: ``coeff`` times the aggregated KL.
+    kl_dense_to_sparse: Mean KL over loss tokens in nats, in the direction of the loss.
 """
 
 
@@ -39,28 +41,19 @@ class DenseToSparseKL(TokenLoss):
         temperature: Of both distributions, above 0.
         reverse: KL(masked || sg[dense]) instead.
 
+    Raises:
+        ValueError: for a negative weight, or a temperature out of range.
+
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from smdlib import DenseToSparseKL, MaskedAttentionAdapter, ShadowMask
-        >>> model = LlamaForCausalLM(
-        ...     LlamaConfig(
-        ...         vocab_size=32,
-        ...         hidden_size=16,
-        ...         intermediate_size=16,
-        ...         num_hidden_layers=2,
-        ...         num_attention_heads=4,
-        ...         num_key_value_heads=2,
-        ...     )
-        ... )
-        >>> batch = TensorDict(
-        ...     tokens=TensorDict(full=torch.arange(12).reshape(2, 6), batch_size=[2]),
-        ...     masks=TensorDict(all_assistant_mask=torch.arange(6).expand(2, 6) > 2, batch_size=[2]),
-        ...     shadow=ShadowMask.dense(2, 6, 2, 2),
-        ...     batch_size=[2],
-        ... )
-        >>> DenseToSparseKL(MaskedAttentionAdapter(model))(batch).kl_dense_to_sparse.item() < 1e-6
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> actor = MaskedAttentionAdapter(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)))
+        >>> batch = TensorDict({("tokens", "full"): torch.arange(12).reshape(2, 6)}, [2])
+        >>> batch["masks", "all_assistant_mask"] = torch.arange(6).expand(2, 6) > 2
+        >>> batch["shadow"] = ShadowMask.dense(2, 6, 2, 4)
+        >>> DenseToSparseKL(actor)(batch).kl_dense_to_sparse.item() < 1e-6
         True
     """
 
@@ -78,6 +71,8 @@ class DenseToSparseKL(TokenLoss):
         reverse: bool = False,
     ) -> None:
         super().__init__(actor, temperature)
+        if not coeff >= 0:
+            raise ValueError(f"coeff must be 0 or more, not {coeff}.")
         self.register_buffer("coeff", torch.tensor(float(coeff), device=next(actor.parameters()).device))
         self.aggregation = aggregation or TokenMean()
         self.reverse = reverse
@@ -101,26 +96,27 @@ class DenseToSparseKL(TokenLoss):
         Raises:
             KeyError: if an entry is missing, the shadow mask among them.
         """
-        batch = read_tokens(tensordict, self.tensor_keys, needs_shadow=True, needs_policy=False)
-        masked = response_logits(self.actor_network, batch, batch.shadow, self.temperature)
-        return self.from_logits(masked, batch, num_items)
+        batch = read_tokens(tensordict, self.tensor_keys, shadow=True, policy=False)
+        states = predicting_states(self.actor_network, batch, batch.shadow)
+        teacher = teacher_states(self.actor_network, batch)
+        scores = score_states(self.actor_network, batch, states, self.temperature, teacher, self.reverse)
+        return self.from_scores(scores, batch, num_items)
 
-    def from_logits(
-        self, masked: Tensor, batch: TokenBatch, num_items: Tensor | int | None = None
+    def from_scores(
+        self, scores: TokenScores, batch: TokenBatch, num_items: Tensor | int | None = None
     ) -> DenseToSparseKLOutput:
-        """Compute the loss from the logits ``[N, V]`` of a masked pass, running only the teacher.
+        """Compute the loss from scores with a KL that were computed elsewhere.
 
         Args:
-            masked: Tempered logits of the loss tokens.
+            scores: Scores ``[N]`` of the loss tokens.
             batch: The rows they belong to.
             num_items: As in `forward`.
 
         Returns:
             Scalars.
         """
-        with torch.no_grad():
-            dense = response_logits(self.actor_network, batch, None, self.temperature)
-        kl = full_kl(masked, dense) if self.reverse else full_kl(dense, masked)
-        loss = self.coeff * self.aggregation(kl, batch.lengths, num_items)
-        mean = kl.detach().sum() / batch.lengths.sum().clamp(min=1)
-        return DenseToSparseKLOutput(loss_distill=loss, kl_dense_to_sparse=mean, batch_size=[])
+        assert scores.kl is not None
+        loss = self.coeff * self.aggregation(scores.kl, batch.lengths, num_items)
+        return DenseToSparseKLOutput(
+            loss_distill=loss, kl_dense_to_sparse=token_mean(scores.kl.detach()), batch_size=[]
+        )

@@ -1,85 +1,97 @@
-"""Scores of loss tokens from logits: log-prob, entropy, and the exact KL between two passes."""
+"""From a batch to scores of its loss tokens: the passes of the actor and the fused head."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from smdlib.losses.fused_head import HeadTransform
+from smdlib.losses.linear import TokenScores, linear_scores
+from smdlib.losses.metrics import acceptance
 from smdlib.losses.tokens import TokenBatch
-from smdlib.masks import ShadowMask
+from smdlib.masks import LanguageHead, ShadowMask
 
 
+@runtime_checkable
 class Actor(Protocol):
     """What a loss needs of its policy; `smdlib.masks.MaskedAttentionAdapter` is one."""
 
-    def __call__(
-        self, input_ids: Tensor, attention_mask: Tensor | None, shadow_mask: ShadowMask | None, **kwargs: Any
-    ) -> Tensor:
-        """Return logits ``[B, T, V]`` under the mask, dense where it is ``None``."""
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, shadow_mask: ShadowMask | None) -> Tensor:
+        """Return the last hidden states ``[B, T, D]`` under the mask, dense where it is ``None``."""
+        ...
+
+    def head(self) -> LanguageHead:
+        """Return what turns them into logits."""
         ...
 
 
-class TokenScores(NamedTuple):
-    """Values of the N loss tokens in nats, float32 ``[N]``."""
-
-    log_probs: Tensor
-    entropy: Tensor
-
-
-def response_logits(actor: Actor, batch: TokenBatch, shadow: ShadowMask | None, temperature: float) -> Tensor:
-    """Run the actor and keep what predicts loss tokens.
+def predicting_states(actor: Actor, batch: TokenBatch, shadow: ShadowMask | None) -> Tensor:
+    """Run the actor and keep the states that predict loss tokens.
 
     Args:
         actor: The policy.
         batch: Rows of tokens.
         shadow: Mask of the pass, ``None`` for a dense one.
-        temperature: The sampler's; logits are divided by it.
 
     Returns:
-        float32 ``[N, V]``, the logits that predict the N loss tokens, row after row.
+        ``[N, D]``, row after row.
     """
-    # Columns before the first loss token of any row predict nothing that counts.
-    used = batch.loss_mask.any(0)
-    first = int(used.int().argmax()) if bool(used.any()) else batch.input_ids.shape[1] - 1
-    logits = actor(batch.input_ids, batch.attention_mask, shadow, logits_to_keep=batch.input_ids.shape[1] - first + 1)
-    return logits[:, :-1][batch.loss_mask[:, first:]].float() / temperature
+    hidden = actor.hidden_states(batch.input_ids, batch.attention_mask, shadow)
+    return hidden[:, :-1][batch.loss_mask[:, 1:]]
 
 
-def token_scores(logits: Tensor, targets: Tensor) -> TokenScores:
-    """Log-prob of each target and entropy of its distribution.
+@torch.no_grad()
+def teacher_states(actor: Actor, batch: TokenBatch) -> Tensor:
+    """Run the dense teacher, without gradient; ``[N, D]``."""
+    return predicting_states(actor, batch, None)
+
+
+def score_states(
+    actor: Actor,
+    batch: TokenBatch,
+    hidden: Tensor,
+    temperature: float,
+    teacher: Tensor | None = None,
+    reverse_kl: bool = False,
+) -> TokenScores:
+    """Score the loss tokens from the states that predict them.
 
     Args:
-        logits: float32 ``[N, V]``, tempered.
-        targets: int64 ``[N]``.
+        actor: The policy, for its head.
+        batch: Rows of tokens.
+        hidden: ``[N, D]``.
+        temperature: Of all distributions.
+        teacher: ``[N, D]``, for the KL.
+        reverse_kl: KL(student || teacher) instead of KL(teacher || student).
 
     Returns:
-        Log-probs and entropy ``[N]`` in nats.
-
-    Example:
-        >>> import torch
-        >>> token_scores(torch.zeros(1, 4), torch.tensor([2]))
-        TokenScores(log_probs=tensor([-1.3863]), entropy=tensor([1.3863]))
+        Scores ``[N]`` in nats.
     """
-    log_probs = logits.log_softmax(-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return TokenScores(log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy)
+    head = actor.head()
+    transform = HeadTransform(temperature, head.scale, head.softcap)
+    return linear_scores(
+        hidden, head.weight, batch.targets, teacher, bias=head.bias, transform=transform, reverse_kl=reverse_kl
+    )
 
 
-def full_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """Exact KL(p || q) over the whole vocabulary.
+@torch.no_grad()
+def acceptance_rates(actor: Actor, p_hidden: Tensor, q_hidden: Tensor, temperature: float, block: int = 64) -> Tensor:
+    """``sum_v min(p_v, q_v)`` of the distributions that two passes predict (see `smdlib.losses.metrics.acceptance`).
 
     Args:
-        p_logits: ``[N, V]``.
-        q_logits: ``[N, V]``.
+        actor: The policy, for its head.
+        p_hidden: ``[N, D]``.
+        q_hidden: ``[N, D]``.
+        temperature: Of both distributions.
+        block: Tokens per block.
 
     Returns:
-        ``[N]`` in nats.
-
-    Example:
-        >>> import torch
-        >>> full_kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0]]))
-        tensor([0.1201])
+        ``[N]``.
     """
-    p, q = p_logits.log_softmax(-1), q_logits.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
+    head = actor.head()
+    parts = zip(p_hidden.split(block), q_hidden.split(block), strict=True)
+    return torch.cat(
+        [acceptance(head.logits(p).float() / temperature, head.logits(q).float() / temperature) for p, q in parts]
+    )

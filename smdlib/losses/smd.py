@@ -2,52 +2,59 @@
 
 from __future__ import annotations
 
-from tensordict import TensorClass, TensorDictBase
+from tensordict import NestedKey, TensorClass, TensorDictBase
 from torch import Tensor, nn
 
 from smdlib.losses.base import TokenLoss
 from smdlib.losses.distill import DenseToSparseKL
 from smdlib.losses.grpo import GRPOLoss
-from smdlib.losses.scoring import response_logits, token_scores
-from smdlib.losses.tokens import read_tokens
+from smdlib.losses.scoring import acceptance_rates, predicting_states, score_states, teacher_states
 
 
 class SMDLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces it: see below)
     loss_objective: Tensor
     loss_distill: Tensor
-    clip_fraction: Tensor
-    kl_approx: Tensor
-    entropy: Tensor
-    max_ratio: Tensor
     kl_dense_to_sparse: Tensor
+    clip_fraction: Tensor
+    clip_fraction_low: Tensor
+    clip_fraction_high: Tensor
+    entropy: Tensor
+    kl_approx: Tensor
+    kl_approx_k3: Tensor
+    ESS: Tensor
+    max_ratio: Tensor
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    rejected_fraction: Tensor | None = None
+    retained_keys: Tensor | None = None
+    acceptance_p5: Tensor | None = None
 
 
 # TensorClass puts a signature in the place of a docstring.
 SMDLossOutput.__doc__ = """What `SMDLoss` returns, scalars; add up the ``loss_*`` entries and call ``backward``.
 
+The entries of `GRPOLossOutput` and `DenseToSparseKLOutput`, and
+
 Attributes:
-    loss_objective: As in `GRPOLossOutput`.
-    loss_distill: As in `DenseToSparseKLOutput`.
-    clip_fraction: As in `GRPOLossOutput`.
-    kl_approx: As in `GRPOLossOutput`.
-    entropy: As in `GRPOLossOutput`.
-    max_ratio: As in `GRPOLossOutput`.
-    kl_dense_to_sparse: As in `DenseToSparseKLOutput`.
+    acceptance_p5: 5th percentile over loss tokens of ``sum_v min(dense, masked)``; ``None`` unless asked for.
 """
 
 
 class SMDLoss(TokenLoss):
     """``L_GRPO(pi(y|x, M)) + coeff * KL(sg[pi(y|x)] || pi(y|x, M))`` (arXiv 2605.06850).
 
-    One masked pass serves both terms; the teacher is one dense pass of the same weights without gradient.
+    One masked pass serves both terms; the teacher is one dense pass of the same weights without gradient. With a policy
+    term that is dense (``grpo=GRPOLoss(actor, dense=True)``) the loss is Track 2 alone: the dense pass carries the
+    policy gradient and is the teacher of the masked pass.
 
     Args:
         actor: The policy, a `smdlib.masks.MaskedAttentionAdapter`.
         grpo: The policy term; ``GRPOLoss(actor)`` by default.
         distill: The distillation term; ``DenseToSparseKL(actor, coeff=0.1)`` by default.
+        acceptance: Also report ``acceptance_p5``, which takes one more walk over the vocabulary.
 
     Raises:
-        ValueError: if the terms belong to another actor, differ in temperature, or the policy term is dense.
+        ValueError: if the terms belong to another actor or differ in temperature.
 
     Example:
         >>> import torch
@@ -68,9 +75,14 @@ class SMDLoss(TokenLoss):
     output_type = SMDLossOutput
 
     def __init__(
-        self, actor: nn.Module, *, grpo: GRPOLoss | None = None, distill: DenseToSparseKL | None = None
+        self,
+        actor: nn.Module,
+        *,
+        grpo: GRPOLoss | None = None,
+        distill: DenseToSparseKL | None = None,
+        acceptance: bool = False,
     ) -> None:
-        grpo = grpo or GRPOLoss(actor)
+        grpo = grpo or GRPOLoss(actor, temperature=1.0 if distill is None else distill.temperature)
         distill = distill or DenseToSparseKL(actor, temperature=grpo.temperature)
         super().__init__(actor, grpo.temperature)
         for name, term in (("grpo", grpo), ("distill", distill)):
@@ -78,15 +90,19 @@ class SMDLoss(TokenLoss):
                 raise ValueError(f"{name} was built for another actor; both terms score the same weights.")
         if grpo.temperature != distill.temperature:
             raise ValueError(f"temperatures differ: grpo {grpo.temperature}, distill {distill.temperature}.")
-        if grpo.dense:
-            raise ValueError("SMDLoss needs the shadow mask in its policy term; build GRPOLoss without dense=True.")
         self.grpo = grpo
         self.distill = distill
+        self.acceptance = acceptance
 
     @property
     def in_keys(self) -> list:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Entries that are read."""
-        return self.grpo.in_keys
+        return list(dict.fromkeys([*self.grpo.in_keys, *self.distill.in_keys]))
+
+    def set_keys(self, **kwargs: NestedKey) -> None:
+        """Rename entries, in both terms alike."""
+        for loss in (super(), self.grpo, self.distill):
+            loss.set_keys(**kwargs)
 
     def forward(
         self,
@@ -108,17 +124,20 @@ class SMDLoss(TokenLoss):
             KeyError: if an entry is missing, the shadow mask among them.
             ValueError: if entries disagree, or a loss token has no finite sampled log-prob.
         """
-        batch = read_tokens(tensordict, self.tensor_keys, needs_shadow=True)
-        logits = response_logits(self.actor_network, batch, batch.shadow, self.temperature)
-        policy = self.grpo.from_scores(token_scores(logits, batch.targets), batch, policy_items)
-        distill = self.distill.from_logits(logits, batch, distill_items)
-        return SMDLossOutput(
-            loss_objective=policy.loss_objective,
-            loss_distill=distill.loss_distill,
-            clip_fraction=policy.clip_fraction,
-            kl_approx=policy.kl_approx,
-            entropy=policy.entropy,
-            max_ratio=policy.max_ratio,
-            kl_dense_to_sparse=distill.kl_dense_to_sparse,
-            batch_size=[],
-        )
+        actor, reverse = self.actor_network, self.distill.reverse
+        batch = self.grpo.read(tensordict, shadow=True)
+        masked = predicting_states(actor, batch, batch.shadow)
+        if self.grpo.dense:
+            dense = predicting_states(actor, batch, None)
+            policy_scores = score_states(actor, batch, dense, self.temperature)
+        else:
+            dense, policy_scores = teacher_states(actor, batch), None
+        scores = score_states(actor, batch, masked, self.temperature, dense.detach(), reverse)
+        policy = self.grpo.from_scores(policy_scores or scores, batch, policy_items)
+        distill = self.distill.from_scores(scores, batch, distill_items)
+        merged = dict(policy.items()) | dict(distill.items())
+        output = SMDLossOutput(**merged, batch_size=[])  # pyright: ignore[reportArgumentType]
+        if self.acceptance and dense.shape[0]:
+            rates = acceptance_rates(actor, dense.detach(), masked.detach(), self.temperature)
+            output.acceptance_p5 = rates.quantile(0.05)
+        return output

@@ -22,6 +22,8 @@ class TokenKeys:
         loss_mask: bool ``[B, T]``, tokens that the policy sampled. Without this entry they are the tokens with a finite
             ``sample_log_prob``.
         sample_log_prob: float32 ``[B, T]`` in nats, the sampler's ``log p(x_t | x_<t)``, NaN on the prompt.
+        old_log_prob: float32 ``[B, T]`` in nats, the dense policy's when the data was sampled; read by corrections.
+        ref_log_probs: float32 ``[B, T]`` in nats, a reference policy's; read if its KL has a weight.
         advantage: ``[B]``, ``[B, 1]``, ``[B, T]`` or ``[B, T, 1]``.
         shadow: the recorded `smdlib.masks.ShadowMask` of the unpadded rows.
     """
@@ -30,6 +32,8 @@ class TokenKeys:
     attention_mask: NestedKey = ("masks", "all_attention_mask")
     loss_mask: NestedKey = ("masks", "all_assistant_mask")
     sample_log_prob: NestedKey = ("log_probs", "full")
+    old_log_prob: NestedKey = ("log_probs", "old")
+    ref_log_probs: NestedKey = ("next", "ref_log_probs", "full")
     advantage: NestedKey = "advantage"
     shadow: NestedKey = "shadow"
 
@@ -44,6 +48,8 @@ class TokenBatch:
         loss_mask: bool ``[B, T]``, the tokens that count.
         shadow: record ``[B, T', L, H]``, or ``None`` for dense data.
         sample_log_prob: float32 ``[N]`` in nats; ``None`` if not asked for.
+        old_log_prob: float32 ``[N]`` in nats; ``None`` if not asked for.
+        ref_log_probs: float32 ``[N]`` in nats; ``None`` if not asked for.
         advantage: float32 ``[N]``; ``None`` if not asked for.
     """
 
@@ -52,6 +58,8 @@ class TokenBatch:
     loss_mask: Tensor
     shadow: ShadowMask | None
     sample_log_prob: Tensor | None = None
+    old_log_prob: Tensor | None = None
+    ref_log_probs: Tensor | None = None
     advantage: Tensor | None = None
 
     @property
@@ -59,27 +67,46 @@ class TokenBatch:
         """Loss tokens of each row, int64 ``[B]``."""
         return self.loss_mask.sum(-1)
 
+    def retained_keys(self) -> Tensor | None:
+        """Share of the keys that the queries predicting loss tokens could see, a scalar; ``None`` for dense data."""
+        if self.shadow is None or not bool(self.loss_mask.any()):
+            return None
+        position = self.attention_mask.cumsum(-1) - 1
+        # The query that predicts a row's first loss token is the one before it; rows without any count from 0.
+        first = position.gather(1, self.loss_mask.int().argmax(-1, keepdim=True)).squeeze(1) - 1
+        return self.shadow.retention(self.attention_mask.sum(-1), first=first.clamp(min=0)).mean()
+
     @property
     def targets(self) -> Tensor:
         """Ids of the loss tokens, int64 ``[N]``."""
         return self.input_ids[self.loss_mask]
 
 
-def read_tokens(data: TensorDictBase, keys: TokenKeys, *, needs_shadow: bool, needs_policy: bool = True) -> TokenBatch:
+def read_tokens(
+    data: TensorDictBase,
+    keys: TokenKeys,
+    *,
+    shadow: bool,
+    policy: bool = True,
+    old: bool = False,
+    reference: bool = False,
+) -> TokenBatch:
     """Read a batch of rows, ragged or padded on either side.
 
     Args:
         data: One-dimensional batch, such as a sample of a replay buffer.
         keys: Where the entries lie.
-        needs_shadow: Whether the rows must carry their shadow mask.
-        needs_policy: Whether ``sample_log_prob`` and ``advantage`` are needed.
+        shadow: Whether the rows must carry their shadow mask.
+        policy: Whether ``sample_log_prob`` and ``advantage`` are needed.
+        old: Whether ``old_log_prob`` is needed.
+        reference: Whether ``ref_log_probs`` are needed.
 
     Returns:
         The padded batch.
 
     Raises:
         KeyError: if an entry is missing, the shadow mask among them.
-        ValueError: if shapes disagree, or a loss token has no finite sampled log-prob.
+        ValueError: if shapes disagree, or a loss token has no finite value.
     """
     if data.ndim != 1:
         raise ValueError(f"a loss takes a one-dimensional batch of rows, not one of shape {tuple(data.shape)}.")
@@ -91,7 +118,7 @@ def read_tokens(data: TensorDictBase, keys: TokenKeys, *, needs_shadow: bool, ne
         attention = _lengths_mask(data, keys.action, ids)
     attention = attention.bool()
     sampled = _rows(data, keys.sample_log_prob, torch.nan)
-    if sampled is None and needs_policy:
+    if sampled is None and policy:
         raise KeyError(f"no sampled log-probs at {keys.sample_log_prob!r}; the batch has {_names(data)}.")
     loss_mask = _rows(data, keys.loss_mask, False)
     if loss_mask is None:
@@ -109,23 +136,26 @@ def read_tokens(data: TensorDictBase, keys: TokenKeys, *, needs_shadow: bool, ne
     first = attention & (attention.cumsum(-1) == 1)
     if bool((loss_mask & first).any()):
         raise ValueError("the first token of a row is marked as sampled, but nothing comes before it to condition on.")
-    shadow = _shadow(data, keys.shadow) if needs_shadow else None
-    if needs_shadow and shadow is None:
+    record = _shadow(data, keys.shadow) if shadow else None
+    if shadow and record is None:
         raise KeyError(
             f"no shadow mask at {keys.shadow!r}: these tokens would be scored with keys that the sampler had evicted. "
             "Store recorder.shadow_mask(lengths) there, or build the loss with dense=True for data that was sampled "
             f"without eviction. The batch has {_names(data)}."
         )
-    if not needs_policy:
-        return TokenBatch(ids, attention, loss_mask, shadow)
-    assert sampled is not None
+
+    def chosen(key: NestedKey, wanted: bool) -> Tensor | None:
+        return _loss_values(data, key, loss_mask) if wanted else None
+
     return TokenBatch(
         ids,
         attention,
         loss_mask,
-        shadow,
-        sample_log_prob=_finite(sampled[loss_mask], keys.sample_log_prob),
-        advantage=_finite(_advantage(data, keys.advantage, ids)[loss_mask], keys.advantage),
+        record,
+        sample_log_prob=chosen(keys.sample_log_prob, policy),
+        old_log_prob=chosen(keys.old_log_prob, old),
+        ref_log_probs=chosen(keys.ref_log_probs, reference),
+        advantage=_finite(_advantage(data, keys.advantage, ids)[loss_mask], keys.advantage) if policy else None,
     )
 
 
@@ -167,6 +197,16 @@ def _advantage(data: TensorDictBase, key: NestedKey, ids: Tensor) -> Tensor:
             f"{tuple(ids.shape)}."
         )
     return advantage.expand_as(ids)
+
+
+def _loss_values(data: TensorDictBase, key: NestedKey, mask: Tensor) -> Tensor:
+    """Read log-probs ``[B, T]`` and select those of loss tokens, ``[N]``."""
+    values = _rows(data, key, torch.nan)
+    if values is None:
+        raise KeyError(f"no log-probs at {key!r}; the batch has {_names(data)}.")
+    if values.shape != mask.shape:
+        raise ValueError(f"{key!r} has shape {tuple(values.shape)}, the tokens {tuple(mask.shape)}.")
+    return _finite(values[mask], key)
 
 
 def _finite(values: Tensor, key: NestedKey) -> Tensor:

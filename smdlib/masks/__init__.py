@@ -3,12 +3,14 @@
 from smdlib.masks.adapter import MaskedAttentionAdapter
 from smdlib.masks.attention import attention_mass
 from smdlib.masks.files import ShadowMaskFileError
+from smdlib.masks.head import LanguageHead
 from smdlib.masks.plot import plot_retained_keys
 from smdlib.masks.recorder import ShadowMaskRecorder
 from smdlib.masks.shadow import NEVER, ShadowMask
 
 __all__ = [
     "NEVER",
+    "LanguageHead",
     "MaskedAttentionAdapter",
     "ShadowMask",
     "ShadowMaskFileError",

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from smdlib.cache.support import UnsupportedModelError, check_supported, num_kv_heads, refuse_dropout, text_config
 from smdlib.masks.attention import REPLAY_ARGUMENT, Attention, eager_attention, fused_attention, shadow_attention
+from smdlib.masks.head import LanguageHead, check_head, language_head
 from smdlib.masks.replay import Replay, check_fits, row_starts
 from smdlib.masks.shadow import ShadowMask
 from smdlib.masks.spec import mask_spec
@@ -67,6 +68,7 @@ class MaskedAttentionAdapter(nn.Module):
         self.model = model
         self.backend = _resolve_backend(model, previous, backend)
         self._previous = previous
+        self._head_checked = False
         name = _NAMES[self.backend]
         AttentionInterface.register(name, partial(shadow_attention, inner=_BACKENDS[self.backend]))
         AttentionMaskInterface.register(name, mask_spec)
@@ -106,12 +108,54 @@ class MaskedAttentionAdapter(nn.Module):
             **kwargs: For the model's forward, such as ``logits_to_keep``.
 
         Returns:
-            ``[B, T, V]`` in the model's dtype (fewer columns with ``logits_to_keep``).
+            Logits ``[B, T, V]`` in the model's dtype (fewer columns with ``logits_to_keep``).
 
         Raises:
             ValueError: if the mask does not fit rows and model, or the model has dropout in train mode.
             UnsupportedModelError: if some layer did not apply the mask.
         """
+        return self._run(self.model, input_ids, attention_mask, shadow_mask, kwargs).logits
+
+    def hidden_states(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, shadow_mask: ShadowMask | None = None
+    ) -> Tensor:
+        """Run the model up to its head: what `head` turns into logits.
+
+        Args:
+            input_ids: int64 ``[B, T]``.
+            attention_mask: ``[B, T]``, as in `forward`.
+            shadow_mask: As in `forward`.
+
+        Returns:
+            Last hidden states ``[B, T, D]`` in the model's dtype.
+
+        Raises:
+            ValueError: as `forward`.
+            UnsupportedModelError: as `forward`.
+        """
+        return self._run(self.model.base_model, input_ids, attention_mask, shadow_mask, {}).last_hidden_state
+
+    def head(self) -> LanguageHead:
+        """Return the model's head, checked once against the model's own logits.
+
+        Raises:
+            UnsupportedModelError: if the model computes its logits in a way that `LanguageHead` does not describe.
+        """
+        head = language_head(self.model)
+        if not self._head_checked:
+            check_head(self.model, head)
+            self._head_checked = True
+        return head
+
+    def _run(
+        self,
+        module: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        shadow_mask: ShadowMask | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Check the arguments, run ``module`` under the mask, and make sure that every layer applied it."""
         if text_config(self.model.config)._attn_implementation != _NAMES[self.backend]:
             raise RuntimeError("this MaskedAttentionAdapter was removed from its model; install a new one.")
         if input_ids.ndim != 2:
@@ -126,22 +170,26 @@ class MaskedAttentionAdapter(nn.Module):
             refuse_dropout(self.model.config, "scoring")
         starts, lengths = row_starts(attention_mask.bool())
         layers, heads = int(text_config(self.model.config).num_hidden_layers), num_kv_heads(self.model.config)
+        replay = None
         if shadow_mask is not None:
             check_fits(shadow_mask, lengths, input_ids.shape[1], layers, heads)
-            kwargs[REPLAY_ARGUMENT] = Replay(shadow_mask, starts, lengths, input_ids.shape[1])
+            replay = Replay(shadow_mask, starts, lengths, input_ids.shape[1])
+            kwargs = {**kwargs, REPLAY_ARGUMENT: replay}
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-        position_ids = (columns - starts[:, None]).clamp(min=0)
-        output = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **kwargs
+        output = module(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=(columns - starts[:, None]).clamp(min=0),
+            use_cache=False,
+            **kwargs,
         )
-        if shadow_mask is not None:
-            missing = sorted(set(range(layers)) - kwargs[REPLAY_ARGUMENT].applied)
-            if missing:
-                raise UnsupportedModelError(
-                    f"layers {missing} of {type(self.model).__name__} ran without the shadow mask: the model does not "
-                    "hand extra arguments down to its attention, so its passes cannot be replayed."
-                )
-        return output.logits
+        missing = [] if replay is None else sorted(set(range(layers)) - replay.applied)
+        if missing:
+            raise UnsupportedModelError(
+                f"layers {missing} of {type(self.model).__name__} ran without the shadow mask: the model does not hand "
+                "extra arguments down to its attention, so its passes cannot be replayed."
+            )
+        return output
 
     def log_probs(
         self,

@@ -195,11 +195,9 @@ def test_torchrl_manners():
     assert {id(weight) for weight in loss.parameters()} == {id(weight) for weight in adapter.model.parameters()}
     loss.distill.coeff = 0.0
     assert loss(batch).loss_distill == 0
-    assert set(loss.out_keys) == set(loss(batch).keys())
+    assert set(loss(batch).keys()) <= set(loss.out_keys)
     with pytest.raises(ValueError, match="temperatures differ"):
         SMDLoss(adapter, grpo=GRPOLoss(adapter, temperature=0.5), distill=DenseToSparseKL(adapter))
-    with pytest.raises(ValueError, match="without dense=True"):
-        SMDLoss(adapter, grpo=GRPOLoss(adapter, dense=True))
 
 
 def test_a_foreign_shadow_mask_is_refused():
