@@ -8,25 +8,9 @@ from tensordict import TensorDict, lazy_stack
 
 from smdlib import DenseToSparseKL, GRPOLoss, ShadowMask, SMDLoss
 from smdlib.losses import ClippedSurrogate, TokenMean
-from tests.losses.reference import TEMPERATURE, pad_rows, rollout, row_distributions
+from tests.losses.reference import TEMPERATURE, assert_same, gradients, pad_rows, rollout, row_distributions
 
 DRIFTS = {"on policy": 0.0, "off policy": 0.05}
-
-
-def gradients(adapter, loss):
-    parameters = dict(adapter.named_parameters())
-    grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
-
-
-def assert_same(adapter, actual, expected):
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=1e-6)
-    mine, truth = gradients(adapter, actual), gradients(adapter, expected)
-    assert mine.keys() == truth.keys()
-    scale = max(float(grad.abs().max()) for grad in truth.values())
-    assert scale > 1e-3
-    for name, grad in truth.items():
-        torch.testing.assert_close(mine[name], grad, rtol=1e-3, atol=2e-5 * scale, msg=lambda text, n=name: n + text)
 
 
 def plain_grpo(adapter, rows):
