@@ -209,7 +209,7 @@ def test_correction_equals_its_rule(kind, drift, side):
     assert len(set(weights)) > 1
 
 
-@pytest.mark.parametrize("kind", ["truncated token", "masked sequence", "sparse-rl that drops"])
+@pytest.mark.parametrize("kind", ["truncated token", "masked sequence", "sparse-rl"])
 @pytest.mark.parametrize("name", [name for name in BUILD if name != "grpo"])
 def test_corrections_with_every_preset(kind, name):
     adapter, batch = padded(0.05, "left")
@@ -317,7 +317,7 @@ def test_clip_fractions_count_tokens_without_gradient():
     low = high = total = 0
     for row in responses(0.05):
         for new, old in zip(row.new, row.old, strict=True):
-            ratio, total = float((new - old).exp()), total + 1
+            ratio, total = math.exp(new.item() - old), total + 1
             low += ratio < 0.8 and row.advantage < 0
             high += ratio > 1.2 and row.advantage > 0
     output = grpo(adapter, temperature=TEMPERATURE)(batch)
