@@ -23,7 +23,9 @@ class CompressedCache(Cache):
 
     Storage is allocated once per layer, ``budget + reserve`` slots per row and KV head; a decoded token takes a free
     slot, and eviction frees slots without moving a key. The model needs an installed
-    `smdlib.masks.MaskedAttentionAdapter`. Sample under ``torch.no_grad()``: the stored keys carry no gradient.
+    `smdlib.masks.MaskedAttentionAdapter`, which also tells it the positions of its tokens. A second turn goes on with
+    the same cache: pass the whole conversation to ``generate``; all keys still held are on offer to the policy again.
+    Sample under ``torch.no_grad()``: the stored keys carry no gradient.
 
     Args:
         config: ``model.config``.
@@ -90,6 +92,10 @@ class CompressedCache(Cache):
                 f"reserve={reserve} slots cannot hold the {evict_every} tokens decoded between two evictions "
                 f"(evict_every={evict_every}); pass reserve >= evict_every or leave it out."
             )
+        if isinstance(recorder, type):
+            raise TypeError(f"recorder must be an instance: {recorder.__name__}(), not the class.")
+        if prompt_lengths is not None and bool((torch.as_tensor(prompt_lengths) < 1).any()):
+            raise ValueError(f"prompt_lengths count the real tokens of each prompt, at least 1; got {prompt_lengths}.")
         resolve_budget(budget, torch.ones(1, dtype=torch.int64))  # refuses a bad budget here, not in the first forward
         self.growths = 0
         self.settings = CacheSettings(
@@ -103,10 +109,11 @@ class CompressedCache(Cache):
             recorder=recorder,
             generators=generators,
             on_grow=self._note_growth,
+            owner=object(),
         )
         super().__init__(layers=[CompressedLayer(layer, self.settings) for layer in range(num_layers)])
         if recorder is not None:
-            recorder.begin(num_layers)
+            recorder.begin(num_layers, self.settings.owner)
 
     def kv_bytes(self) -> int:
         """Bytes of keys and values: sum over layers of ``B * H * slots * 2 * D * itemsize``; 0 before a prefill."""
@@ -116,14 +123,27 @@ class CompressedCache(Cache):
         """Forget all keys and the record, keep the settings."""
         super().reset()
         if self.settings.recorder is not None:
-            self.settings.recorder.begin(self.settings.num_layers)
+            self.settings.recorder.begin(self.settings.num_layers, self.settings.owner)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times (rows ``[0, 0, 1, 1]``): one prefill serves a group of samples.
 
+        The flow: prefill all but the last token of each prompt once, repeat the rows, and let ``generate`` go on::
+
+            cache = CompressedCache(model.config, policy, budget, prompt_lengths=mask.sum(1), recorder=recorder)
+            with torch.no_grad():
+                model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], cache=cache)
+                cache.batch_repeat_interleave(samples)
+                ids, mask = ids.repeat_interleave(samples, 0), mask.repeat_interleave(samples, 0)
+                tokens = model.generate(input_ids=ids, attention_mask=mask, cache=cache, do_sample=True)
+
         Args:
-            repeats: Number of samples G per prompt.
+            repeats: Number of samples G per prompt, at least 1.
+
+        Raises:
+            ValueError: for a number below 1, or if the cache has one generator per row.
         """
+        _positive_int("repeats", repeats)
         self._map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -215,7 +215,7 @@ class CompressedLayer(CacheLayerMixin):
         self.columns += query.shape[2]
         seen = self.columns - self.padding
         if self.layer_idx == 0 and self.settings.recorder is not None:
-            self.settings.recorder.observe(seen, self.columns)
+            self.settings.recorder.observe(self.settings.owner, seen, self.columns)
         if mass is not None and self.slots is not None and self.slots.mass is not None:
             mass[:, :, : self.slots.used] += self.slots.mass[:, :, : self.slots.used]
         if step.prefill:
@@ -271,7 +271,7 @@ class CompressedLayer(CacheLayerMixin):
         size = most + self.settings.reserve
         if self.slots is None or self.slots.size < size:
             self.slots = None  # released before the larger storage is allocated
-            self.slots = KVSlots(view.keys, size, tracks_attention(self.settings.policy))
+            self.slots = KVSlots(view.keys, view.values, size, tracks_attention(self.settings.policy))
         self.slots.fill(view.keys, view.values, view.positions, view.attention, index, valid)
         self.slots.find_free(self.settings.reserve)
         self._decoded, self._most_present = 0, index.shape[2]

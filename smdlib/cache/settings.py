@@ -20,12 +20,12 @@ class EvictionRecorder(Protocol):
         >>> recorder: EvictionRecorder = ShadowMaskRecorder()
     """
 
-    def begin(self, num_layers: int) -> None:
-        """Start an empty record for a cache of ``num_layers`` layers."""
+    def begin(self, num_layers: int, owner: object) -> None:
+        """Start an empty record for the cache of ``num_layers`` layers that ``owner`` stands for."""
         ...
 
-    def observe(self, seen: Tensor, columns: int) -> None:
-        """Note that every row ``b`` has now seen ``seen[b]`` tokens, in ``columns`` padded columns."""
+    def observe(self, owner: object, seen: Tensor, columns: int) -> None:
+        """Note that every row ``b`` of the owner's cache has seen ``seen[b]`` tokens, in ``columns`` columns."""
         ...
 
     def record(self, layer_idx: int, positions: Tensor, evicted: Tensor, seen: Tensor) -> None:
@@ -51,3 +51,4 @@ class CacheSettings:
     recorder: EvictionRecorder | None
     generators: Sequence[torch.Generator] | None
     on_grow: Callable[[int, int], None]
+    owner: object

@@ -26,18 +26,18 @@ class KVSlots:
         used: slots ``[0, used)`` may hold keys, all later ones are empty.
 
     Example:
-        >>> slots = KVSlots(torch.zeros(1, 2, 3, 4), size=5, tracks_mass=False)
+        >>> slots = KVSlots(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), size=5, tracks_mass=False)
         >>> slots.keys.shape, slots.nbytes
         (torch.Size([1, 2, 5, 4]), 320)
     """
 
-    def __init__(self, like: Tensor, size: int, tracks_mass: bool) -> None:
-        """Allocate ``size`` slots for keys shaped like ``like [B, H, *, D]``."""
-        batch, heads, _, dim = like.shape
-        self.keys = like.new_zeros(batch, heads, size, dim)
-        self.values = torch.zeros_like(self.keys)
-        self.positions = torch.full((batch, heads, size), EMPTY, dtype=torch.int64, device=like.device)
-        self.mass = torch.zeros(batch, heads, size, device=like.device) if tracks_mass else None
+    def __init__(self, keys: Tensor, values: Tensor, size: int, tracks_mass: bool) -> None:
+        """Allocate ``size`` slots for keys and values like ``[B, H, *, D]``; autocast may give them two dtypes."""
+        batch, heads, _, dim = keys.shape
+        self.keys = keys.new_zeros(batch, heads, size, dim)
+        self.values = values.new_zeros(batch, heads, size, dim)
+        self.positions = torch.full((batch, heads, size), EMPTY, dtype=torch.int64, device=keys.device)
+        self.mass = torch.zeros(batch, heads, size, device=keys.device) if tracks_mass else None
         self.used = 0
         self._free = self.positions[:, :, :0]
         self._next_free = 0
@@ -115,7 +115,7 @@ class KVSlots:
     def grow(self, extra: int) -> None:
         """Add ``extra`` slots (a new allocation, a copy of this layer)."""
         old = self.size
-        bigger = KVSlots(self.keys, old + extra, self.mass is not None)
+        bigger = KVSlots(self.keys, self.values, old + extra, self.mass is not None)
         bigger.keys[:, :, :old], bigger.values[:, :, :old] = self.keys, self.values
         bigger.positions[:, :, :old] = self.positions
         if bigger.mass is not None and self.mass is not None:

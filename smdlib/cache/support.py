@@ -130,3 +130,30 @@ def refuse_dropout(config: Any, doing: str) -> None:
             f"{doing} in train mode with dropout ({rates}) cannot be repeated exactly: every pass drops other units. "
             "Call model.eval(), or set these probabilities to 0 in the configuration."
         )
+
+
+def rope_limit(config: Any) -> int | None:
+    """Number of tokens up to which the rotary embedding of a token does not depend on the length of its sequence.
+
+    Args:
+        config: A transformers ``PreTrainedConfig``.
+
+    Returns:
+        The limit for rotary embeddings that change with the length ("dynamic", "longrope"), ``None`` for all others.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> rope_limit(LlamaConfig()) is None
+        True
+    """
+    text = text_config(config)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    limits = []
+    for kind in kinds:
+        if kind.get("rope_type") == "dynamic":
+            limits.append(text.max_position_embeddings)
+        if kind.get("rope_type") == "longrope":
+            original = kind.get("original_max_position_embeddings")
+            limits.append(original or getattr(text, "original_max_position_embeddings", text.max_position_embeddings))
+    return min(limits, default=None)

@@ -24,6 +24,11 @@ class Aggregation(Protocol):
 
 
 def _divide(total: Tensor, num_items: Tensor | int | None, own: Tensor) -> Tensor:
+    if num_items is not None and int(num_items) < int(own):
+        raise ValueError(
+            f"num_items={int(num_items)}, but this micro-batch alone has {int(own)} items; pass the number of the "
+            "whole batch."
+        )
     count = own if num_items is None else torch.as_tensor(num_items, device=total.device)
     return total / count.clamp(min=1)
 

@@ -9,6 +9,7 @@ from smdlib.losses.base import TokenLoss
 from smdlib.losses.distill import DenseToSparseKL
 from smdlib.losses.grpo import GRPOLoss
 from smdlib.losses.scoring import acceptance_rates, predicting_states, score_states, teacher_states
+from smdlib.losses.tokens import TokenKeys
 
 
 class SMDLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces it: see below)
@@ -54,7 +55,7 @@ class SMDLoss(TokenLoss):
         acceptance: Also report ``acceptance_p5``, which takes one more walk over the vocabulary.
 
     Raises:
-        ValueError: if the terms belong to another actor or differ in temperature.
+        ValueError: if the terms belong to another actor or differ in temperature or keys.
 
     Example:
         >>> import torch
@@ -83,6 +84,7 @@ class SMDLoss(TokenLoss):
         acceptance: bool = False,
     ) -> None:
         grpo = grpo or GRPOLoss(actor, temperature=1.0 if distill is None else distill.temperature)
+        distill_keys = None if distill is None else distill.tensor_keys
         distill = distill or DenseToSparseKL(actor, temperature=grpo.temperature)
         super().__init__(actor, grpo.temperature)
         for name, term in (("grpo", grpo), ("distill", distill)):
@@ -90,9 +92,25 @@ class SMDLoss(TokenLoss):
                 raise ValueError(f"{name} was built for another actor; both terms score the same weights.")
         if grpo.temperature != distill.temperature:
             raise ValueError(f"temperatures differ: grpo {grpo.temperature}, distill {distill.temperature}.")
+        if distill_keys is not None and distill_keys != grpo.tensor_keys:
+            raise ValueError(f"keys differ: grpo reads {grpo.tensor_keys}, distill {distill_keys}; set both alike.")
         self.grpo = grpo
         self.distill = distill
         self.acceptance = acceptance
+
+    @property
+    def tensor_keys(self) -> TokenKeys:
+        """The keys in use, those of the policy term."""
+        return self.grpo.tensor_keys
+
+    @property
+    def coeff(self) -> Tensor:
+        """Weight of the distillation term, scheduled by ``loss.coeff = 0.05``."""
+        return self.distill.coeff
+
+    @coeff.setter
+    def coeff(self, value: float) -> None:
+        self.distill.coeff = value  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def in_keys(self) -> list:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -101,8 +119,8 @@ class SMDLoss(TokenLoss):
 
     def set_keys(self, **kwargs: NestedKey) -> None:
         """Rename entries, in both terms alike."""
-        for loss in (super(), self.grpo, self.distill):
-            loss.set_keys(**kwargs)
+        self.grpo.set_keys(**kwargs)
+        self.distill.set_keys(**kwargs)
 
     def forward(
         self,
@@ -124,6 +142,10 @@ class SMDLoss(TokenLoss):
             KeyError: if an entry is missing, the shadow mask among them.
             ValueError: if entries disagree, or a loss token has no finite sampled log-prob.
         """
+        if (policy_items is None) != (distill_items is None):
+            raise ValueError(
+                "pass policy_items and distill_items both, or neither: they belong to the same whole batch."
+            )
         actor, reverse = self.actor_network, self.distill.reverse
         batch = self.grpo.read(tensordict, shadow=True)
         masked = predicting_states(actor, batch, batch.shadow)

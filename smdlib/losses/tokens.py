@@ -18,7 +18,8 @@ class TokenKeys:
 
     Attributes:
         action: int64 tokens of prompt and response, ``[B, T]``.
-        attention_mask: bool ``[B, T]``, real tokens.
+        attention_mask: bool ``[B, T]``, real tokens. Without this entry all tokens of a row are real, so a padded batch
+            must have it.
         loss_mask: bool ``[B, T]``, tokens that the policy sampled. Without this entry they are the tokens with a finite
             ``sample_log_prob``.
         sample_log_prob: float32 ``[B, T]`` in nats, the sampler's ``log p(x_t | x_<t)``, NaN on the prompt.
@@ -110,6 +111,8 @@ def read_tokens(
     """
     if data.ndim != 1:
         raise ValueError(f"a loss takes a one-dimensional batch of rows, not one of shape {tuple(data.shape)}.")
+    if data.shape[0] == 0:
+        raise ValueError("a loss needs at least one row; this batch is empty.")
     ids = _rows(data, keys.action, 0)
     if ids is None:
         raise KeyError(f"no tokens at {keys.action!r}; the batch has {_names(data)}.")
@@ -206,7 +209,10 @@ def _loss_values(data: TensorDictBase, key: NestedKey, mask: Tensor) -> Tensor:
         raise KeyError(f"no log-probs at {key!r}; the batch has {_names(data)}.")
     if values.shape != mask.shape:
         raise ValueError(f"{key!r} has shape {tuple(values.shape)}, the tokens {tuple(mask.shape)}.")
-    return _finite(values[mask], key)
+    chosen = _finite(values[mask], key)
+    if bool((chosen > 1e-3).any()):
+        raise ValueError(f"{key!r} holds values above 0 (up to {float(chosen.max()):.3g}); log-probs are 0 or less.")
+    return chosen
 
 
 def _finite(values: Tensor, key: NestedKey) -> Tensor:

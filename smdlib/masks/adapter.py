@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -10,8 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from smdlib.cache.support import UnsupportedModelError, check_supported, num_kv_heads, refuse_dropout, text_config
+from smdlib.cache.support import (
+    UnsupportedModelError,
+    check_supported,
+    num_kv_heads,
+    refuse_dropout,
+    rope_limit,
+    text_config,
+)
 from smdlib.masks.attention import REPLAY_ARGUMENT, Attention, eager_attention, fused_attention, shadow_attention
+from smdlib.masks.calls import prepare_call
 from smdlib.masks.head import LanguageHead, check_head, language_head
 from smdlib.masks.replay import Replay, check_fits, row_starts
 from smdlib.masks.shadow import ShadowMask
@@ -21,6 +30,8 @@ _BACKENDS: dict[str, Attention] = {"sdpa": fused_attention, "eager": eager_atten
 _PREFIX = "smdlib_"
 # transformers recognises some implementations by substrings of their names, so ours avoid them.
 _NAMES = {"sdpa": _PREFIX + "fused", "eager": _PREFIX + "plain"}
+_OWNER = "_smdlib_adapter"
+_OWN_ARGUMENTS = {"use_cache", "cache", "past_key_values", "position_ids", "labels", "inputs_embeds", "return_dict"}
 
 
 class MaskedAttentionAdapter(nn.Module):
@@ -58,13 +69,18 @@ class MaskedAttentionAdapter(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, backend: str = "auto") -> None:
-        previous = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        if not isinstance(model, nn.Module) or previous is None:
-            raise TypeError(f"model must be a transformers model, not {type(model).__name__}.")
-        check_supported(model.config)
-        if previous.startswith(_PREFIX):
-            raise ValueError("this model already has a MaskedAttentionAdapter; use that one, or remove() it first.")
         super().__init__()
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(
+                f"model must be a transformers model, not {type(model).__name__}; give the adapter the model inside a "
+                "wrapper."
+            )
+        if model.get_output_embeddings() is None:
+            raise TypeError(
+                f"{type(model).__name__} has no language-model head; pass the causal language model around it."
+            )
+        check_supported(model.config)
+        previous = _previous_implementation(model)
         self.model = model
         self.backend = _resolve_backend(model, previous, backend)
         self._previous = previous
@@ -78,14 +94,35 @@ class MaskedAttentionAdapter(nn.Module):
                 f"{type(model).__name__} does not look up its attention through transformers' AttentionInterface, so "
                 "evictions cannot be applied to it."
             )
+        _take_over(model, self)
+        model.register_forward_pre_hook(prepare_call, with_kwargs=True)
 
     def remove(self) -> None:
-        """Give the model its previous attention back; harmless when already removed."""
-        if text_config(self.model.config)._attn_implementation == _NAMES[self.backend]:
+        """Give the model its previous attention back; harmless when already removed.
+
+        Not between a forward pass with activation checkpointing and its ``backward()``, which runs the layers again.
+        """
+        if self.installed:
             self.model.set_attn_implementation(self._previous)
+            _take_over(self.model, None)
+
+    @property
+    def installed(self) -> bool:
+        """Whether the model still attends through this adapter."""
+        return (
+            _owner(self.model) is self and text_config(self.model.config)._attn_implementation == _NAMES[self.backend]
+        )
 
     def __enter__(self) -> MaskedAttentionAdapter:
+        self._refuse_removed()
         return self
+
+    def _refuse_removed(self) -> None:
+        if not self.installed:
+            raise RuntimeError(
+                "this MaskedAttentionAdapter was removed from its model, or the model's attention implementation was "
+                "changed since; install a new one."
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -114,6 +151,11 @@ class MaskedAttentionAdapter(nn.Module):
             ValueError: if the mask does not fit rows and model, or the model has dropout in train mode.
             UnsupportedModelError: if some layer did not apply the mask.
         """
+        taken = sorted(_OWN_ARGUMENTS & kwargs.keys())
+        if taken:
+            raise TypeError(
+                f"{taken} are set by the adapter: it scores whole sequences without a cache, and returns logits."
+            )
         return self._run(self.model, input_ids, attention_mask, shadow_mask, kwargs).logits
 
     def hidden_states(
@@ -124,7 +166,8 @@ class MaskedAttentionAdapter(nn.Module):
         Args:
             input_ids: int64 ``[B, T]``.
             attention_mask: ``[B, T]``, as in `forward`.
-            shadow_mask: As in `forward`.
+            shadow_mask: As in `forward`; it may end one token early, and then the last column, which predicts no token
+                of the row, is not the sampler's.
 
         Returns:
             Last hidden states ``[B, T, D]`` in the model's dtype.
@@ -133,7 +176,9 @@ class MaskedAttentionAdapter(nn.Module):
             ValueError: as `forward`.
             UnsupportedModelError: as `forward`.
         """
-        return self._run(self.model.base_model, input_ids, attention_mask, shadow_mask, {}).last_hidden_state
+        return self._run(
+            self.model.base_model, input_ids, attention_mask, shadow_mask, {}, short=True
+        ).last_hidden_state
 
     def head(self) -> LanguageHead:
         """Return the model's head, checked once against the model's own logits.
@@ -154,10 +199,13 @@ class MaskedAttentionAdapter(nn.Module):
         attention_mask: Tensor | None,
         shadow_mask: ShadowMask | None,
         kwargs: dict[str, Any],
+        short: bool = False,
     ) -> Any:
-        """Check the arguments, run ``module`` under the mask, and make sure that every layer applied it."""
-        if text_config(self.model.config)._attn_implementation != _NAMES[self.backend]:
-            raise RuntimeError("this MaskedAttentionAdapter was removed from its model; install a new one.")
+        """Check the arguments, run ``module`` under the mask, and make sure that every layer applied it.
+
+        ``short`` allows a mask that ends one token early.
+        """
+        self._refuse_removed()
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids must be [B, T], not of shape {tuple(input_ids.shape)}.")
         if attention_mask is None:
@@ -172,7 +220,13 @@ class MaskedAttentionAdapter(nn.Module):
         layers, heads = int(text_config(self.model.config).num_hidden_layers), num_kv_heads(self.model.config)
         replay = None
         if shadow_mask is not None:
-            check_fits(shadow_mask, lengths, input_ids.shape[1], layers, heads)
+            check_fits(shadow_mask, lengths, input_ids.shape[1], layers, heads, int(short))
+            limit = rope_limit(self.model.config)
+            if limit is not None and int(lengths.max()) > limit:
+                raise ValueError(
+                    f"rows of {int(lengths.max())} tokens reach beyond the {limit} up to which the model's rotary "
+                    "embedding does not depend on the length; they cannot be replayed exactly."
+                )
             replay = Replay(shadow_mask, starts, lengths, input_ids.shape[1])
             kwargs = {**kwargs, REPLAY_ARGUMENT: replay}
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -217,13 +271,45 @@ class MaskedAttentionAdapter(nn.Module):
         """
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, not {temperature}; greedy decoding has no log-probs.")
-        logits = self(input_ids, attention_mask, shadow_mask)[:, :-1].float() / temperature
+        logits = self._run(self.model, input_ids, attention_mask, shadow_mask, {}, short=True).logits
+        logits = logits[:, :-1].float() / temperature
         scored = logits.gather(-1, input_ids[:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         known = (mask[:, 1:] * mask[:, :-1]).bool()
         # Select before filling, so that no gradient flows through padding.
         scored = torch.where(known, scored, torch.nan)
         return torch.nn.functional.pad(scored, (1, 0), value=torch.nan)
+
+
+def _owner(model: nn.Module) -> MaskedAttentionAdapter | None:
+    """The adapter that the model attends through; a copy of a model has none, whatever its configuration says."""
+    reference = model.__dict__.get(_OWNER)
+    adapter = None if reference is None else reference()
+    return adapter if adapter is not None and adapter.model is model else None
+
+
+def _take_over(model: nn.Module, adapter: MaskedAttentionAdapter | None) -> None:
+    """Make ``adapter`` the model's owner, without hooks of an earlier one."""
+    for handle, hook in list(model._forward_pre_hooks.items()):
+        if hook is prepare_call:
+            del model._forward_pre_hooks[handle]
+            model._forward_pre_hooks_with_kwargs.pop(handle, None)
+    model.__dict__[_OWNER] = None if adapter is None else weakref.ref(adapter)
+
+
+def _previous_implementation(model: PreTrainedModel) -> str:
+    """What the model attended with before any adapter.
+
+    Raises:
+        ValueError: if it has one that is in use.
+    """
+    name = text_config(model.config)._attn_implementation
+    if not name.startswith(_PREFIX):
+        return name
+    if _owner(model) is not None:
+        raise ValueError("this model already has a MaskedAttentionAdapter; use that one, or remove() it first.")
+    # A copy made while an adapter was installed, or an adapter that nobody holds any more.
+    return next(plain for plain, own in _NAMES.items() if own == name)
 
 
 def _resolve_backend(model: PreTrainedModel, previous: str, backend: str) -> str:

@@ -35,9 +35,11 @@ def save_mask(evicted_at: Tensor, path: Path) -> None:
 
     Raises:
         FileNotFoundError: if its folder does not exist.
+        ValueError: if this is no record, which `load_mask` would refuse.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write a shadow mask to {path}: there is no folder {path.parent}")
+    check_record(evicted_at)
     tensor = evicted_at.detach().cpu().contiguous()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -42,23 +42,35 @@ class ShadowMaskRecorder:
         self._layers: list[Tensor | None] = []
         self._seen: Tensor | None = None
         self._columns = 0
+        self._owner: object = None
 
-    def begin(self, num_layers: int) -> None:
+    def begin(self, num_layers: int, owner: object) -> None:
         """Start an empty record.
 
         Args:
             num_layers: Number of attention layers of the cache.
+            owner: Stands for the cache; only it may write from now on.
         """
+        self._owner = owner
         self._layers = [None] * num_layers
         self._seen, self._columns = None, 0
 
-    def observe(self, seen: Tensor, columns: int) -> None:
+    def observe(self, owner: object, seen: Tensor, columns: int) -> None:
         """Note how many tokens each row has seen.
 
         Args:
+            owner: Stands for the cache that saw them.
             seen: int64 ``[B]``.
             columns: Padded columns so far, at least ``seen.max()``.
+
+        Raises:
+            RuntimeError: if another cache has begun a record here meanwhile.
         """
+        if owner is not self._owner:
+            raise RuntimeError(
+                "this ShadowMaskRecorder has begun the record of another cache since; two caches in use at the same "
+                "time need a recorder each."
+            )
         self._seen, self._columns = seen, columns
 
     def record(self, layer_idx: int, positions: Tensor, evicted: Tensor, seen: Tensor) -> None:

@@ -69,7 +69,9 @@ class Replay:
         return shadow & dense
 
 
-def check_fits(shadow_mask: ShadowMask, lengths: Tensor, columns: int, num_layers: int, num_heads: int) -> None:
+def check_fits(
+    shadow_mask: ShadowMask, lengths: Tensor, columns: int, num_layers: int, num_heads: int, spare: int = 0
+) -> None:
     """Refuse a mask that was not recorded for these rows and this model.
 
     Args:
@@ -78,6 +80,7 @@ def check_fits(shadow_mask: ShadowMask, lengths: Tensor, columns: int, num_layer
         columns: Padded columns of the batch.
         num_layers: Layers of the model.
         num_heads: KV heads of the model.
+        spare: Tokens at the end that the mask need not cover.
 
     Raises:
         TypeError: if it is no `ShadowMask`.
@@ -99,7 +102,7 @@ def check_fits(shadow_mask: ShadowMask, lengths: Tensor, columns: int, num_layer
             "it was recorded with another model."
         )
     longest = int(lengths.max())
-    if not longest - 1 <= tokens <= columns:
+    if not longest - spare <= tokens <= columns:
         raise ValueError(
             f"shadow mask covers {tokens} tokens, but the longest row has {longest} tokens in {columns} columns. "
             f"Expected {longest} (or {longest - 1}: the last sampled token is never fed), up to {columns}."

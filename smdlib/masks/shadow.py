@@ -71,11 +71,19 @@ class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces i
 
         Returns:
             float32 ``[*batch, L, H]``, 1 without eviction.
+
+        Raises:
+            ValueError: unless ``0 <= first < lengths <= T``.
         """
         device, batch = self.evicted_at.device, self.evicted_at.shape[:-3]
         end = _per_row(lengths, self.num_tokens, batch, device)
         start = _per_row(first, 0, batch, device)
         keys = torch.arange(self.num_tokens, device=device)[:, None, None]
+        if bool((end > self.num_tokens).any()) or bool((start < 0).any()) or bool((start >= end).any()):
+            raise ValueError(
+                f"retention needs 0 <= first < lengths <= {self.num_tokens} tokens, not "
+                f"first={start.flatten().tolist()}, lengths={end.flatten().tolist()}."
+            )
         # Key k is seen by queries max(k, start) .. min(evicted_at, end) - 1.
         seen = torch.minimum(self.evicted_at.long(), end) - torch.maximum(keys, start)
         pairs = (end * (end + 1) - start * (start + 1)) / 2
@@ -186,7 +194,10 @@ per layer and KV head is one number per key::
 
     visible(query q, key k)  <=>  k <= q  and  q < evicted_at[k]
 
-Positions are those of the unpadded sequence: the record survives padding, slicing, a replay buffer and pickling.
+Positions are those of the unpadded sequence: the record survives padding, slicing, pickling and TorchRL's replay
+buffers (rows of different length in a ``LazyStackStorage``, or in a ``ListStorage`` with ``collate_fn=lazy_stack``).
+A mask does not know which tokens it belongs to: keep it in the same TensorDict as they, and watch that the largest
+ratio of policy and sampler is 1 before the first update.
 
 Args:
     evicted_at: int32 ``[*batch, T, L, H]``, position of the first query that could no longer see the key of token

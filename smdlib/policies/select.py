@@ -24,7 +24,8 @@ def checked_scores(policy: EvictionPolicy, view: CacheView) -> Tensor:
         ``[B, H, K]`` float32, as the policy made them. Only empty slots may be NaN.
 
     Raises:
-        PolicyError: not a tensor, or of the wrong shape, dtype or device; NaN for a key; or a head in which fewer keys
+        PolicyError: the policy changed the view; scores that are no tensor, or of the wrong shape, dtype or device;
+            NaN for a key; or a head in which fewer keys
             score above ``-inf`` than it has to keep.
 
     Example:
@@ -33,8 +34,12 @@ def checked_scores(policy: EvictionPolicy, view: CacheView) -> Tensor:
         >>> checked_scores(make_policy("streaming", sinks=1), view)
         tensor([[[inf, 1., 2.]]])
     """
+    before = _versions(view)
     scores = policy.score(view)
     where = f"policy {type(policy).__name__} at layer {view.layer_idx}"
+    changed = [name for name, version in _versions(view).items() if version != before[name]]
+    if changed:
+        raise PolicyError(f"{where}: score changed view.{changed[0]} in place, but a view is read-only: clone first")
     if not isinstance(scores, Tensor):
         raise PolicyError(f"{where}: score returned {type(scores).__name__}, expected a tensor [B, H, K]")
     if scores.shape != view.positions.shape:
@@ -49,6 +54,13 @@ def checked_scores(policy: EvictionPolicy, view: CacheView) -> Tensor:
     if scores.numel() and not torch.where(view.present, scores, float("inf")).amin() > float("-inf"):
         _explain(scores, view, where)
     return scores
+
+
+def _versions(view: CacheView) -> dict[str, int]:
+    """How often each tensor of the view was changed in place (not known of tensors of inference mode)."""
+    names = ("keys", "values", "positions", "seen", "queries", "attention", "budget")
+    tensors = {name: getattr(view, name) for name in names}
+    return {name: t._version for name, t in tensors.items() if t is not None and not t.is_inference()}
 
 
 def _explain(scores: Tensor, view: CacheView, where: str) -> None:

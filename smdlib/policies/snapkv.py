@@ -35,7 +35,8 @@ class SnapKVPolicy:
     window.
 
     Attributes:
-        window: number of last queries that vote, and whose keys are protected.
+        window: number of last queries that vote, and whose keys are protected. Budgets no larger than it keep the most
+            recent keys, whatever the queries look at.
         kernel_size: number of neighbouring keys that are pooled, odd; 1 pools nothing.
         pooling: "max" or "avg".
 

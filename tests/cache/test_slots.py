@@ -49,7 +49,7 @@ def filled(tokens, kept, size, tracks_mass=False, counts=None):
     index = torch.rand(BATCH, HEADS, tokens).argsort(-1)[..., :kept].sort(-1).values
     count = torch.full((BATCH, HEADS, 1), kept) if counts is None else torch.tensor(counts)[..., None]
     valid = torch.arange(kept) < count
-    slots = KVSlots(keys, size, tracks_mass)
+    slots = KVSlots(keys, keys, size, tracks_mass)
     mass = positions.float() + 0.5 if tracks_mass else None
     slots.fill(keys, -keys, positions, mass, index.where(valid, 0), valid)
     held = [
@@ -172,7 +172,8 @@ def test_rows_are_repeated_and_selected_with_everything_they_have():
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_bytes(dtype, itemsize):
-    slots = KVSlots(torch.zeros(BATCH, HEADS, 0, DIM, dtype=dtype), size=11, tracks_mass=True)
+    empty = torch.zeros(BATCH, HEADS, 0, DIM, dtype=dtype)
+    slots = KVSlots(empty, empty, size=11, tracks_mass=True)
     assert slots.nbytes == 2 * BATCH * HEADS * 11 * DIM * itemsize
     assert slots.keys.dtype is slots.values.dtype is dtype
     assert slots.mass.dtype is torch.float32 and slots.positions.dtype is torch.int64

@@ -196,3 +196,39 @@ def test_surrogate_thresholds_are_checked():
         ClippedSurrogate(low=1.5)
     with pytest.raises(ValueError, match="dual clipping"):
         ClippedSurrogate(dual=0.5)
+
+
+def test_the_number_of_items_cannot_be_smaller_than_the_micro_batch():
+    adapter, batch, _ = rollout()
+    with pytest.raises(ValueError, match="num_items=0, but this micro-batch alone has 4 items"):
+        GRPOLoss(adapter)(batch, 0)
+    with pytest.raises(ValueError, match="both, or neither"):
+        SMDLoss(adapter)(batch, 4)
+
+
+def test_keys_and_weight_of_both_terms():
+    adapter, batch, _ = rollout(drift=0.05)
+    expected = SMDLoss(adapter)(batch)
+    batch.rename_key_("advantage", "score")
+    grpo = GRPOLoss(adapter)
+    grpo.set_keys(advantage="score")
+    loss = SMDLoss(adapter, grpo=grpo)
+    torch.testing.assert_close(loss(batch).loss_objective, expected.loss_objective)
+    with pytest.raises(ValueError, match="keys differ"):
+        SMDLoss(adapter, grpo=grpo, distill=DenseToSparseKL(adapter))
+    loss.coeff = 0.05
+    torch.testing.assert_close(loss(batch).loss_distill, expected.loss_distill / 2)
+    loss.set_keys(advantage="points")
+    with pytest.raises(KeyError, match="no advantage at 'points'"):
+        loss(batch)
+
+
+def test_what_cannot_be_an_actor_or_a_batch():
+    adapter, batch, _ = rollout()
+    with pytest.raises(TypeError, match=r"actor is a LlamaForCausalLM, .* MaskedAttentionAdapter"):
+        GRPOLoss(adapter.model)
+    with pytest.raises(ValueError, match="this batch is empty"):
+        GRPOLoss(adapter)(batch[:0])
+    batch["log_probs", "full"] = -batch["log_probs", "full"]
+    with pytest.raises(ValueError, match="log-probs are 0 or less"):
+        GRPOLoss(adapter)(batch)

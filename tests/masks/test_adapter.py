@@ -40,7 +40,7 @@ def test_a_removed_adapter_does_not_score():
     model = make_model("llama")
     adapter = MaskedAttentionAdapter(model)
     adapter.remove()
-    with pytest.raises(RuntimeError, match="was removed from its model; install a new one"):
+    with pytest.raises(RuntimeError, match=r"was removed from its model, .* install a new one"):
         adapter.log_probs(torch.arange(5)[None])
 
 

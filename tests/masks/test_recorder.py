@@ -8,22 +8,24 @@ from smdlib.masks.shadow import check_record
 from tests.families import make_model
 from tests.sampling import feed, ragged_prompts
 
+OWNER = object()
+
 
 def told(evictions, seen, columns=None, layers=1, heads=1):
     """A recorder that was told `(layer, row, head, position, query)`, one at a time, and then what was seen."""
     recorder, rows = ShadowMaskRecorder(), len(seen)
-    recorder.begin(layers)
+    recorder.begin(layers, OWNER)
     for layer in range(layers):
-        recorder.observe(torch.ones(rows, dtype=torch.int64), 1)
+        recorder.observe(OWNER, torch.ones(rows, dtype=torch.int64), 1)
         nothing = torch.zeros(rows, heads, 1, dtype=torch.int64)
         recorder.record(layer, nothing, nothing.bool(), torch.ones(rows, dtype=torch.int64))
     for layer, row, head, position, query in evictions:
         at = torch.full((rows,), query)
-        recorder.observe(at, max(query, position + 1))
+        recorder.observe(OWNER, at, max(query, position + 1))
         evicted = torch.zeros(rows, heads, 1, dtype=torch.bool)
         evicted[row, head] = True
         recorder.record(layer, torch.full((rows, heads, 1), position), evicted, at)
-    recorder.observe(torch.tensor(seen), columns or max(seen))
+    recorder.observe(OWNER, torch.tensor(seen), columns or max(seen))
     return recorder
 
 
