@@ -72,10 +72,18 @@ class TokenBatch:
         """Share of the keys that the queries predicting loss tokens could see, a scalar; ``None`` for dense data."""
         if self.shadow is None or not bool(self.loss_mask.any()):
             return None
-        position = self.attention_mask.cumsum(-1) - 1
-        # The query that predicts a row's first loss token is the one before it; rows without any count from 0.
-        first = position.gather(1, self.loss_mask.int().argmax(-1, keepdim=True)).squeeze(1) - 1
-        return self.shadow.retention(self.attention_mask.sum(-1), first=first.clamp(min=0)).mean()
+        evicted_at = self.shadow.evicted_at.long()
+        tokens, layers, heads = evicted_at.shape[-3:]
+        # The query that predicts the token at position p of a row is the one at p - 1.
+        query = (self.attention_mask.cumsum(-1) - 2)[self.loss_mask]
+        row = self.loss_mask.nonzero()[:, 0]
+        asked = evicted_at.new_zeros(self.loss_mask.shape[0], tokens + 1)
+        before = asked.index_put((row, query + 1), torch.ones_like(query)).cumsum(1)  # queries below a position
+        # Key k is seen by the queries from k to evicted_at - 1.
+        until = before[:, :, None, None].expand(-1, -1, layers, heads).gather(1, evicted_at.clamp(max=tokens))
+        seen = (until - before[:, :-1, None, None]).clamp(min=0).sum((1, 2, 3))
+        possible = torch.zeros_like(seen).index_add(0, row, query + 1) * layers * heads
+        return (seen / possible)[possible > 0].mean()
 
     @property
     def targets(self) -> Tensor:

@@ -100,7 +100,7 @@ def row_distributions(
 def gradients(adapter, loss):
     """Gradients of the parameters that the loss depends on, by name."""
     parameters = dict(adapter.named_parameters())
-    grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, retain_graph=True)
     return {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
 
 
