@@ -7,6 +7,7 @@ ids are others, would sample from something that no record describes.
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ def prepare_call(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
     Raises:
         ValueError: if rows, padding or positions of the call contradict the cache.
     """
-    signature = inspect.signature(model.forward)
-    given = signature.bind_partial(*args, **kwargs).arguments
+    signature = _signature(type(model))
+    given = signature.bind_partial(model, *args, **kwargs).arguments
     given = {**given, **given.pop("kwargs", {})}
     cache = given.get("cache", given.get("past_key_values"))
     if not isinstance(cache, CompressedCache):
@@ -63,6 +64,12 @@ def prepare_call(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
     if "position_ids" in signature.parameters:
         kwargs = {**kwargs, "position_ids": positions.clamp(min=0)}
     return args, kwargs
+
+
+@lru_cache(maxsize=64)
+def _signature(kind: type[nn.Module]) -> inspect.Signature:
+    """Signature of a model class's forward; looking it up takes longer than the checks."""
+    return inspect.signature(kind.forward)
 
 
 def _check_rows(cache: CompressedCache, given: dict[str, Any], rows: int, new: int, seen: int) -> None:

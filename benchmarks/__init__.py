@@ -1,0 +1,1 @@
+"""Measurements of the library's claims, one script a claim."""
