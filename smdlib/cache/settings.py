@@ -28,6 +28,10 @@ class EvictionRecorder(Protocol):
         """Note that every row ``b`` of the owner's cache has seen ``seen[b]`` tokens, in ``columns`` columns."""
         ...
 
+    def observe_tokens(self, owner: object, ids: Tensor) -> None:
+        """Note that the owner's cache is about to see the tokens ``ids [B, Q]``, padded columns."""
+        ...
+
     def record(self, layer_idx: int, positions: Tensor, evicted: Tensor, seen: Tensor) -> None:
         """Note that keys at ``positions [B, H, K]`` are ``evicted [B, H, K]`` for queries from ``seen [B]`` on."""
         ...

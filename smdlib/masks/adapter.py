@@ -22,7 +22,7 @@ from smdlib.cache.support import (
 from smdlib.masks.attention import REPLAY_ARGUMENT, Attention, eager_attention, fused_attention, shadow_attention
 from smdlib.masks.calls import prepare_call
 from smdlib.masks.head import LanguageHead, check_head, language_head
-from smdlib.masks.replay import Replay, check_fits, row_starts
+from smdlib.masks.replay import Replay, check_fits, check_tokens, row_starts
 from smdlib.masks.shadow import ShadowMask
 from smdlib.masks.spec import mask_spec
 
@@ -227,6 +227,7 @@ class MaskedAttentionAdapter(nn.Module):
                     f"rows of {int(lengths.max())} tokens reach beyond the {limit} up to which the model's rotary "
                     "embedding does not depend on the length; they cannot be replayed exactly."
                 )
+            check_tokens(shadow_mask, input_ids, starts, lengths)
             replay = Replay(shadow_mask, starts, lengths, input_ids.shape[1])
             kwargs = {**kwargs, REPLAY_ARGUMENT: replay}
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)

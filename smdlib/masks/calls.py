@@ -60,9 +60,11 @@ def prepare_call(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
                 f"position_ids disagree with the unpadded positions {positions.tolist()} of these tokens; leave them "
                 "out or pass (attention_mask.cumsum(-1) - 1) of the new columns."
             )
-        return None
-    if "position_ids" in signature.parameters:
+    elif "position_ids" in signature.parameters:
         kwargs = {**kwargs, "position_ids": positions.clamp(min=0)}
+    recorder, ids = cache.settings.recorder, given.get("input_ids")
+    if recorder is not None and ids is not None:
+        recorder.observe_tokens(cache.settings.owner, ids)
     return args, kwargs
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from smdlib.masks.shadow import NEVER, ShadowMask
+from smdlib.masks.shadow import NEVER, UNKNOWN, ShadowMask
 
 _BLOCK = 256
 
@@ -43,6 +43,7 @@ class ShadowMaskRecorder:
         self._seen: Tensor | None = None
         self._columns = 0
         self._owner: object = None
+        self._ids: list[Tensor] = []  # columns of padded token ids, [B, Q] each
 
     def begin(self, num_layers: int, owner: object) -> None:
         """Start an empty record.
@@ -52,6 +53,7 @@ class ShadowMaskRecorder:
             owner: Stands for the cache; only it may write from now on.
         """
         self._owner = owner
+        self._ids = []
         self._layers = [None] * num_layers
         self._seen, self._columns = None, 0
 
@@ -66,12 +68,28 @@ class ShadowMaskRecorder:
         Raises:
             RuntimeError: if another cache has begun a record here meanwhile.
         """
+        self._check_owner(owner)
+        self._seen, self._columns = seen, columns
+
+    def observe_tokens(self, owner: object, ids: Tensor) -> None:
+        """Note the ids of the tokens that the model is about to see.
+
+        Args:
+            owner: Stands for the cache that is about to see them.
+            ids: int64 ``[B, Q]``, padded columns.
+
+        Raises:
+            RuntimeError: if another cache has begun a record here meanwhile.
+        """
+        self._check_owner(owner)
+        self._ids.append(ids.to(torch.int32))
+
+    def _check_owner(self, owner: object) -> None:
         if owner is not self._owner:
             raise RuntimeError(
                 "this ShadowMaskRecorder has begun the record of another cache since; two caches in use at the same "
                 "time need a recorder each."
             )
-        self._seen, self._columns = seen, columns
 
     def record(self, layer_idx: int, positions: Tensor, evicted: Tensor, seen: Tensor) -> None:
         """Note evictions of one layer.
@@ -108,6 +126,7 @@ class ShadowMaskRecorder:
         """
         self._layers = [None if table is None else rows(table) for table in self._layers]
         self._seen = None if self._seen is None else rows(self._seen)
+        self._ids = [rows(ids) for ids in self._ids]
 
     def shadow_mask(self, lengths: Tensor | Sequence[int] | None = None) -> ShadowMask:
         """Return what was recorded.
@@ -118,7 +137,8 @@ class ShadowMaskRecorder:
                 never fed. Default: the tokens seen.
 
         Returns:
-            A mask with ``evicted_at`` int32 ``[B, max(lengths), L, H]``. Rows are right-padded with ``NEVER``.
+            A mask with ``evicted_at`` int32 ``[B, max(lengths), L, H]``, right-padded with ``NEVER``, and the
+            token ids.
 
         Raises:
             RuntimeError: if nothing was recorded yet.
@@ -147,4 +167,18 @@ class ShadowMaskRecorder:
         evicted_at = torch.stack(padded, dim=1)
         # An eviction after the last query of a row changes nothing that the row has seen.
         evicted_at = torch.where(evicted_at < ends[:, None, None, None], evicted_at, NEVER)
-        return ShadowMask(evicted_at=evicted_at.permute(0, 3, 1, 2).contiguous(), batch_size=[evicted_at.shape[0]])
+        return ShadowMask(
+            evicted_at=evicted_at.permute(0, 3, 1, 2).contiguous(),
+            token_ids=self._unpadded_ids(seen, ends, total),
+            batch_size=[evicted_at.shape[0]],
+        )
+
+    def _unpadded_ids(self, seen: Tensor, ends: Tensor, total: int) -> Tensor | None:
+        """Return int32 ``[B, total]``, or ``None`` if some call did not say its tokens."""
+        if sum(ids.shape[1] for ids in self._ids) != self._columns:
+            return None
+        ids = torch.cat(self._ids, dim=1).to(seen.device)
+        position = torch.arange(total, device=seen.device)
+        column = position + (self._columns - seen)[:, None]
+        known = position < torch.minimum(seen, ends)[:, None]
+        return torch.where(known, ids.gather(1, column.clamp(max=self._columns - 1)), UNKNOWN)

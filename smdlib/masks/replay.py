@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smdlib.masks.shadow import NEVER, ShadowMask, check_record
+from smdlib.masks.shadow import NEVER, UNKNOWN, ShadowMask, check_record
 from smdlib.masks.spec import MaskSpec
 
 
@@ -106,4 +106,32 @@ def check_fits(
         raise ValueError(
             f"shadow mask covers {tokens} tokens, but the longest row has {longest} tokens in {columns} columns. "
             f"Expected {longest} (or {longest - 1}: the last sampled token is never fed), up to {columns}."
+        )
+
+
+def check_tokens(shadow_mask: ShadowMask, input_ids: Tensor, starts: Tensor, lengths: Tensor) -> None:
+    """Refuse tokens that are not those that the mask was recorded with.
+
+    Args:
+        shadow_mask: Mask ``[B, T, L, H]``; one without token ids fits any.
+        input_ids: int64 ``[B, C]``.
+        starts: int64 ``[B]``, first real column of each row.
+        lengths: int64 ``[B]``, real tokens of each row.
+
+    Raises:
+        ValueError: if an id differs from that recorded at its position.
+    """
+    recorded = shadow_mask.token_ids
+    if recorded is None:
+        return
+    recorded = recorded.to(input_ids.device)
+    position = torch.arange(recorded.shape[1], device=input_ids.device)
+    ids = input_ids.gather(1, (starts[:, None] + position).clamp(max=input_ids.shape[1] - 1))
+    wrong = (recorded != UNKNOWN) & (position < lengths[:, None]) & (recorded != ids)
+    if bool(wrong.any()):
+        row, at = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"row {row} has token {int(ids[row, at])} at position {at}, but the mask was recorded with token "
+            f"{int(recorded[row, at])} there ({int(wrong.sum())} tokens differ): was the text decoded and tokenised "
+            "again, are the rows in another order, or is the attention_mask of a padded batch missing?"
         )

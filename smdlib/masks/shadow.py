@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 NEVER = 2**31 - 1
 """``evicted_at`` of a key that was never evicted."""
 
+UNKNOWN = -1  # token id of padding, and of the last sampled token, which is never fed
+
 
 class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces it: see below)
     evicted_at: Tensor
+    token_ids: Tensor | None = None
 
     @classmethod
     def dense(cls, *shape: int, device: torch.device | str | None = None) -> ShadowMask:
@@ -102,7 +105,8 @@ class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces i
         if extra < 0:
             raise ValueError(f"cannot pad a mask of {self.num_tokens} tokens to {num_tokens}; crop() shortens.")
         evicted_at = torch.nn.functional.pad(self.evicted_at, (0, 0, 0, 0, 0, extra), value=NEVER)
-        return ShadowMask(evicted_at=evicted_at, batch_size=self.batch_size)
+        ids = None if self.token_ids is None else torch.nn.functional.pad(self.token_ids, (0, extra), value=UNKNOWN)
+        return ShadowMask(evicted_at=evicted_at, token_ids=ids, batch_size=self.batch_size)
 
     def crop(self, num_tokens: int) -> ShadowMask:
         """Return the mask of the first ``num_tokens`` tokens.
@@ -117,7 +121,8 @@ class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces i
             raise ValueError(f"cannot crop a mask of {self.num_tokens} tokens to {num_tokens}; pad() lengthens.")
         evicted_at = self.evicted_at[..., :num_tokens, :, :]
         evicted_at = torch.where(evicted_at < num_tokens, evicted_at, NEVER)
-        return ShadowMask(evicted_at=evicted_at, batch_size=self.batch_size)
+        ids = None if self.token_ids is None else self.token_ids[..., :num_tokens]
+        return ShadowMask(evicted_at=evicted_at, token_ids=ids, batch_size=self.batch_size)
 
     @classmethod
     def stack(cls, masks: Sequence[ShadowMask]) -> ShadowMask:
@@ -135,8 +140,13 @@ class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces i
         if len(shapes) > 1:
             raise ValueError(f"cannot stack masks of different (layers, KV heads): {sorted(shapes)}.")
         longest = max(mask.num_tokens for mask in masks)
-        evicted_at = torch.stack([mask.pad(longest).evicted_at for mask in masks])
-        return cls(evicted_at=evicted_at, batch_size=evicted_at.shape[:-3])
+        padded = [mask.pad(longest) for mask in masks]
+        evicted_at = torch.stack([mask.evicted_at for mask in padded])
+        ids = None
+        if any(mask.token_ids is not None for mask in padded):
+            unknown = torch.full(evicted_at.shape[1:-2], UNKNOWN, dtype=torch.int32, device=evicted_at.device)
+            ids = torch.stack([unknown if mask.token_ids is None else mask.token_ids for mask in padded])
+        return cls(evicted_at=evicted_at, token_ids=ids, batch_size=evicted_at.shape[:-3])
 
     def save(self, path: str | Path) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write the mask to one file (safetensors with a checksum), atomically.
@@ -146,7 +156,7 @@ class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces i
         """
         from smdlib.masks.files import save_mask
 
-        save_mask(self.evicted_at, Path(path))
+        save_mask(self.evicted_at, self.token_ids, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> ShadowMask:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -161,8 +171,8 @@ class ShadowMask(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces i
         """
         from smdlib.masks.files import load_mask
 
-        evicted_at = load_mask(Path(path))
-        return cls(evicted_at=evicted_at, batch_size=evicted_at.shape[:-3])
+        evicted_at, ids = load_mask(Path(path))
+        return cls(evicted_at=evicted_at, token_ids=ids, batch_size=evicted_at.shape[:-3])
 
     def plot(self, row: int = 0, path: str | Path | None = None, **options: Any) -> Figure:
         """Draw what each layer and KV head kept over the sequence; see `smdlib.masks.plot.plot_retained_keys`.
@@ -196,12 +206,12 @@ per layer and KV head is one number per key::
 
 Positions are those of the unpadded sequence: the record survives padding, slicing, pickling and TorchRL's replay
 buffers (rows of different length in a ``LazyStackStorage``, or in a ``ListStorage`` with ``collate_fn=lazy_stack``).
-A mask does not know which tokens it belongs to: keep it in the same TensorDict as they, and watch that the largest
-ratio of policy and sampler is 1 before the first update.
+It carries the ids of its tokens, so that it is refused for others.
 
 Args:
     evicted_at: int32 ``[*batch, T, L, H]``, position of the first query that could no longer see the key of token
         ``T`` in layer ``L`` and KV head ``H``; ``NEVER`` (2**31 - 1) for keys never evicted and for padding.
+    token_ids: int32 ``[*batch, T]``, ids of the tokens that the sampler was fed, -1 where unknown; ``None`` if none is.
 
 Example:
     >>> evicted_at = torch.full((1, 4, 1, 1), NEVER, dtype=torch.int32)

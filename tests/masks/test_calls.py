@@ -233,3 +233,49 @@ def test_what_is_no_causal_language_model_is_refused():
         pytest.raises(TypeError, match=r"'position_ids'.* set by the adapter"),
     ):
         adapter(torch.ones(1, 2, dtype=torch.int64), position_ids=torch.arange(2)[None])
+
+
+@torch.no_grad()
+def test_case_27_ids_that_differ_from_those_recorded_are_an_error(prompts):
+    model, recorder = make_model("llama"), ShadowMaskRecorder()
+    ids, mask = prompts
+    with MaskedAttentionAdapter(model) as adapter:
+        cache = cache_of(model, recorder)
+        tokens = model.generate(
+            ids, attention_mask=mask, cache=cache, max_new_tokens=4, min_new_tokens=4, pad_token_id=0
+        )
+        _, mask = longer(ids, mask, 4)
+        shadow = recorder.shadow_mask(mask.sum(1))
+        assert shadow.token_ids[0].tolist() == [*tokens[0, :23].tolist(), -1]  # the last token was never fed
+        assert shadow.token_ids[1].tolist() == [*tokens[1, 9:23].tolist(), *[-1] * 10]
+        assert adapter.log_probs(tokens, mask, shadow).shape == tokens.shape
+
+        other = tokens.clone()
+        other[1, 15] += 1
+        with pytest.raises(ValueError, match=r"row 1 has token \d+ at position 6, but .* recorded with token \d+"):
+            adapter.log_probs(other, mask, shadow)
+        with pytest.raises(ValueError, match="are the rows in another order"):
+            adapter.log_probs(tokens, mask, shadow[[1, 0]])
+        with pytest.raises(ValueError, match="is the attention_mask of a padded batch missing"):
+            adapter.log_probs(tokens, None, shadow)
+        right = torch.stack([row.roll(-pad) for row, pad in zip(tokens, (0, 9), strict=True)])
+        assert adapter.log_probs(right, mask.flip(1), shadow).shape == tokens.shape
+
+
+@torch.no_grad()
+def test_token_ids_follow_padding_slicing_stacking_and_repeated_rows(prompts):
+    model, recorder = make_model("llama"), ShadowMaskRecorder()
+    ids, mask = prompts
+    with MaskedAttentionAdapter(model):
+        cache = cache_of(model, recorder)
+        model(input_ids=ids, attention_mask=mask, cache=cache)
+        cache.batch_repeat_interleave(2)
+        shadow = recorder.shadow_mask()
+        assert shadow.token_ids[:, :11].tolist() == [*[ids[0, :11].tolist()] * 2, *[ids[1, 9:].tolist()] * 2]
+        embeds = model.get_input_embeddings()(ids)
+        model(inputs_embeds=embeds, attention_mask=mask, cache=cache_of(model, recorder))
+        assert recorder.shadow_mask().token_ids is None
+    assert shadow.pad(22).token_ids[0].tolist() == [*ids[0].tolist(), -1, -1]
+    assert shadow.crop(5).token_ids[2].tolist() == ids[1, 9:14].tolist()
+    stacked = type(shadow).stack([shadow[0].crop(3), type(shadow).dense(4, *shadow.evicted_at.shape[2:])])
+    assert stacked.token_ids.tolist() == [[*ids[0, :3].tolist(), -1], [-1] * 4]

@@ -29,7 +29,7 @@ def saved(tmp_path):
 
 def write_as_mask(path, tensor, **metadata):
     """A file with our format name and a checksum that holds."""
-    data = {"format": files_module._FORMAT, "sha256": files_module._digest(tensor)} | metadata
+    data = {"format": files_module._FORMAT, "evicted_at": files_module._digest(tensor)} | metadata
     save_file({"evicted_at": tensor}, path, metadata=data)
 
 
@@ -153,7 +153,7 @@ def test_an_impossible_record(tmp_path, tensor, message):
 
 def test_a_record_of_a_dtype_that_numpy_lacks(tmp_path):
     tensor = torch.ones(1, 4, 1, 1, dtype=torch.bfloat16)
-    save_file({"evicted_at": tensor}, tmp_path / "mask", metadata={"format": files_module._FORMAT, "sha256": "0"})
+    save_file({"evicted_at": tensor}, tmp_path / "mask", metadata={"format": files_module._FORMAT, "evicted_at": "0"})
     with pytest.raises(ShadowMaskFileError, match="does not match its checksum"):
         ShadowMask.load(tmp_path / "mask")
 
@@ -176,3 +176,24 @@ def test_an_interrupted_save_keeps_the_old_file(saved, monkeypatch, failing):
 def test_the_folder_must_exist(tmp_path):
     with pytest.raises(FileNotFoundError):
         some_mask(1).save(tmp_path / "absent" / "mask")
+
+
+def test_an_impossible_record_is_not_saved_either(tmp_path):
+    impossible = ShadowMask(evicted_at=torch.full((4, 1, 1), NEVER), batch_size=[])  # int64
+    with pytest.raises(ValueError, match="must be int32"):
+        impossible.save(tmp_path / "mask")
+    assert not list(tmp_path.iterdir())
+
+
+def test_token_ids_come_back_and_are_checked(tmp_path):
+    mask, path = some_mask(2), tmp_path / "mask"
+    mask.token_ids = torch.randint(0, 9, (2, 5), dtype=torch.int32)
+    mask.save(path)
+    loaded = ShadowMask.load(path)
+    assert torch.equal(loaded.token_ids, mask.token_ids)
+    content = path.read_bytes()
+    at = content.rindex(mask.token_ids.numpy().tobytes())
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    with pytest.raises(ShadowMaskFileError, match="does not match its checksum"):
+        ShadowMask.load(path)
+    assert torch.equal(loaded.token_ids, mask.token_ids)  # not a view of the file
