@@ -452,7 +452,7 @@ def test_case_26_pad_equals_eos():
     assert abs(float(output.max_ratio) - 1) < 1e-4
     row = (taken.tokens[0][taken.attention_mask[0].bool()], taken.shadow[0].crop(11), None, 8, 1.0)
     eos = row_distributions(adapter, row, temperature=1.0)[2, 0]
-    assert float(read.sample_log_prob[2]) == pytest.approx(float(eos), abs=1e-4)
+    assert float(read.sample_log_prob[2]) == pytest.approx(eos.item(), abs=1e-4)
 
 
 @EACH_AGGREGATION
