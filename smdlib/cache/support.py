@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 _LINEAR_LAYERS = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "hybrid", "hybrid_sliding")
 _ATTENTION_LAYERS = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 
@@ -157,3 +159,28 @@ def rope_limit(config: Any) -> int | None:
             original = kind.get("original_max_position_embeddings")
             limits.append(original or getattr(text, "original_max_position_embeddings", text.max_position_embeddings))
     return min(limits, default=None)
+
+
+def refuse_active_dropout(model: nn.Module, doing: str) -> None:
+    """Refuse dropout modules that are active, whatever the configuration says (adapters bring their own).
+
+    Args:
+        model: The model.
+        doing: What was attempted, for the message.
+
+    Raises:
+        ValueError: if a dropout module is in train mode with a probability above zero.
+
+    Example:
+        >>> refuse_active_dropout(nn.Sequential(nn.Dropout(0.1)).eval(), "sampling")
+    """
+    active = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+    ]
+    if active:
+        raise ValueError(
+            f"{doing} with active dropout ({active[0]} and {len(active) - 1} more) cannot be repeated exactly: every "
+            "pass drops other units. Call model.eval()."
+        )

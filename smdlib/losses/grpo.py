@@ -13,7 +13,7 @@ from smdlib.losses.linear import TokenScores
 from smdlib.losses.metrics import effective_sample_size, mismatch_k1, mismatch_k3, token_mean
 from smdlib.losses.ratio import Ratio, TokenRatio
 from smdlib.losses.scoring import predicting_states, score_states
-from smdlib.losses.surrogate import ClippedSurrogate, Surrogate
+from smdlib.losses.surrogate import RATIO_BOUND, ClippedSurrogate, Surrogate
 from smdlib.losses.tokens import TokenBatch, read_tokens
 
 
@@ -202,7 +202,8 @@ class GRPOLoss(TokenLoss):
             batch_size=[],
         )
         if batch.ref_log_probs is not None:
-            distance = batch.ref_log_probs - scores.log_probs
+            # Bounded as the ratios are, so that one far token cannot make the loss infinite.
+            distance = (batch.ref_log_probs - scores.log_probs).clamp(-RATIO_BOUND, RATIO_BOUND)
             kl = distance.expm1() - distance
             output.loss_kl_to_ref = self.kl_to_ref_coeff * self.aggregation(kl, lengths, num_items)
             output.kl_to_ref = token_mean(kl.detach())

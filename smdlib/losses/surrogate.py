@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Ratios beyond exp(20) would overflow, and times an advantage of 0 be NaN.
-_BOUND = 20.0
+RATIO_BOUND = 20.0
 
 
 class SurrogateValue(NamedTuple):
@@ -59,7 +59,7 @@ class ClippedSurrogate:
 
     def __call__(self, log_ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> SurrogateValue:
         """Return the clipped objective ``[N]``."""
-        ratio = log_ratio.clamp(-_BOUND, _BOUND).exp()
+        ratio = log_ratio.clamp(-RATIO_BOUND, RATIO_BOUND).exp()
         plain, clipped = ratio * advantage, ratio.clamp(1 - self.low, 1 + self.high) * advantage
         objective = torch.minimum(plain, clipped)
         low = (ratio < 1 - self.low) & (advantage < 0)
@@ -95,6 +95,6 @@ class CISPOSurrogate:
 
     def __call__(self, log_ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> SurrogateValue:
         """Return the weighted log-prob objective ``[N]``."""
-        ratio = log_ratio.detach().clamp(max=_BOUND).exp()
+        ratio = log_ratio.detach().clamp(max=RATIO_BOUND).exp()
         weight = ratio.clamp(self.low, self.high)
         return SurrogateValue(weight * advantage * log_prob, ratio < self.low, ratio > self.high)

@@ -15,6 +15,7 @@ from smdlib.cache.support import (
     UnsupportedModelError,
     check_supported,
     num_kv_heads,
+    refuse_active_dropout,
     refuse_dropout,
     rope_limit,
     text_config,
@@ -216,6 +217,7 @@ class MaskedAttentionAdapter(nn.Module):
             )
         if self.model.training:
             refuse_dropout(self.model.config, "scoring")
+        refuse_active_dropout(self.model, "scoring")
         starts, lengths = row_starts(attention_mask.bool())
         layers, heads = int(text_config(self.model.config).num_hidden_layers), num_kv_heads(self.model.config)
         replay = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smdlib.cache import CompressedCache
-from smdlib.cache.support import rope_limit
+from smdlib.cache.support import refuse_active_dropout, refuse_dropout, rope_limit
 
 
 def prepare_call(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -45,6 +45,10 @@ def prepare_call(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
     mask = _check_mask(cache, given.get("attention_mask"), tokens, seen + new)
     if mask is None:
         return None
+    if seen == 0:
+        if model.training:
+            refuse_dropout(model.config, "sampling")
+        refuse_active_dropout(model, "sampling")
     positions = (mask.long().cumsum(-1) - 1)[:, -new:]
     limit = rope_limit(model.config)
     if limit is not None and int(positions.max()) >= limit:

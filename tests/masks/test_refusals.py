@@ -543,3 +543,18 @@ def test_prompt_lengths_of_another_batch(model, adapter, prompts):
     ids, mask = prompts
     with pytest.raises(ValueError, match="prompt_lengths has 3 entries for a batch of 2 rows"):
         model.generate(ids, attention_mask=mask, cache=streaming(model, prompt_lengths=[14, 9, 2]), **GENERATE)
+
+
+def test_case_23_dropout_that_the_configuration_does_not_know(prompts):
+    ids, mask = prompts
+    model = make_model("llama").train()
+    layer = model.model.layers[1].mlp
+    layer.down_proj = torch.nn.Sequential(torch.nn.Dropout(0.1), layer.down_proj)
+    with MaskedAttentionAdapter(model) as adapter:
+        with pytest.raises(
+            ValueError, match=r"sampling with active dropout \(model.layers.1.mlp.down_proj.0 and 0 more"
+        ):
+            model(ids, attention_mask=mask, cache=streaming(model))
+        with pytest.raises(ValueError, match="scoring with active dropout"):
+            adapter.log_probs(ids, mask)
+        assert adapter.eval().log_probs(ids, mask).shape == ids.shape
