@@ -2,7 +2,11 @@
 
     python -m benchmarks.fused_head            # N = 1024, hidden 896, V = 151,936 (the shapes of Qwen2.5-0.5B)
 
-RESULT
+Measured on 2 CPU cores, float32, torch 2.13.0, 5 repetitions:
+
+    fused: median  10.18 s, extra memory    12.6 MB = 0.020 of full logits
+    plain: median  13.93 s, extra memory  3808.1 MB = 6.119 of full logits
+    time ratio fused / plain (median of pairs): 0.73; largest difference of gradients 1.3e-06
 
 Alternating repetitions, medians; extra memory is the peak of live storage above what was there before, less the
 gradients of hidden states and weight that either way has to return. Full logits take N * V * 4 bytes = 622 MB.
