@@ -23,7 +23,20 @@ class Aggregation(Protocol):
         ...
 
 
-def _divide(total: Tensor, num_items: Tensor | int | None, own: Tensor) -> Tensor:
+def divide_by_items(total: Tensor, num_items: Tensor | int | None, own: Tensor) -> Tensor:
+    """Divide by the items of the whole batch, or by this micro-batch's own where they are not given.
+
+    Args:
+        total: Scalar.
+        num_items: Items of the whole batch.
+        own: Items of this micro-batch.
+
+    Returns:
+        Scalar; 0 items divide by 1.
+
+    Raises:
+        ValueError: if the whole batch would have fewer items than its part.
+    """
     if num_items is not None and int(num_items) < int(own):
         raise ValueError(
             f"num_items={int(num_items)}, but this micro-batch alone has {int(own)} items; pass the number of the "
@@ -48,7 +61,7 @@ class TokenMean:
 
     def __call__(self, values: Tensor, lengths: Tensor, num_items: Tensor | int | None = None) -> Tensor:
         """Reduce ``values [N]`` to their mean over ``num_items`` loss tokens."""
-        return _divide(values.sum(), num_items, self.count(lengths))
+        return divide_by_items(values.sum(), num_items, self.count(lengths))
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ class SequenceMean:
 
     def __call__(self, values: Tensor, lengths: Tensor, num_items: Tensor | int | None = None) -> Tensor:
         """Reduce ``values [N]`` to the mean over ``num_items`` rows of each row's token mean."""
-        return _divide(segment_mean(values, lengths).sum(), num_items, self.count(lengths))
+        return divide_by_items(segment_mean(values, lengths).sum(), num_items, self.count(lengths))
 
 
 @dataclass(frozen=True)
@@ -96,4 +109,4 @@ class ConstantMean:
 
     def __call__(self, values: Tensor, lengths: Tensor, num_items: Tensor | int | None = None) -> Tensor:
         """Reduce ``values [N]`` to the mean over ``num_items`` rows of each row's sum divided by ``length``."""
-        return _divide(values.sum() / self.length, num_items, self.count(lengths))
+        return divide_by_items(values.sum() / self.length, num_items, self.count(lengths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,12 @@ class TokenLoss(LossModule):
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, not {temperature}; greedy decoding has no distribution.")
         self.actor_network = actor
-        self.temperature = float(temperature)
+        self._temperature = float(temperature)
+
+    @property
+    def temperature(self) -> float:
+        """The sampler's temperature; fixed, since every term and the data share it."""
+        return self._temperature
 
     @property
     def tensor_keys(self) -> TokenKeys:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -61,3 +67,22 @@ class TokenLoss(LossModule):
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         """There is no value estimator."""
+
+
+def check_weight(name: str, value: float) -> float:
+    """Return the weight of a loss term, or refuse one that is no finite number of at least 0.
+
+    Args:
+        name: Of the weight, for the message.
+        value: The weight.
+
+    Raises:
+        ValueError: unless ``0 <= value < inf``.
+
+    Example:
+        >>> check_weight("coeff", 0.1)
+        0.1
+    """
+    if value is None or not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0, not {value}.")
+    return float(value)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorClass, TensorDictBase
 from torch import Tensor, nn
 
 from smdlib.losses.aggregate import Aggregation, TokenMean
-from smdlib.losses.base import TokenLoss
+from smdlib.losses.base import TokenLoss, check_weight
 from smdlib.losses.linear import TokenScores
 from smdlib.losses.metrics import token_mean
 from smdlib.losses.scoring import predicting_states, score_states, teacher_states
@@ -71,11 +73,14 @@ class DenseToSparseKL(TokenLoss):
         reverse: bool = False,
     ) -> None:
         super().__init__(actor, temperature)
-        if not coeff >= 0:
-            raise ValueError(f"coeff must be 0 or more, not {coeff}.")
-        self.register_buffer("coeff", torch.tensor(float(coeff), device=next(actor.parameters()).device))
+        weight = check_weight("coeff", coeff)
+        self.register_buffer("coeff", torch.tensor(weight, device=next(actor.parameters()).device))
         self.aggregation = aggregation or TokenMean()
         self.reverse = reverse
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        checked: Any = check_weight(name, value) if name == "coeff" else value
+        super().__setattr__(name, checked)
 
     @property
     def in_keys(self) -> list:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorClass, TensorDictBase
 from torch import Tensor, nn
 
+from smdlib.losses.aggregate import divide_by_items
 from smdlib.losses.base import TokenLoss
 from smdlib.losses.scoring import predicting_states, score_states
 from smdlib.losses.segments import segment_sum
@@ -66,14 +67,14 @@ class OnlineDPOLoss(TokenLoss):
 
         Args:
             tensordict: Batch ``[2 * pairs]`` of rows.
-            num_items: Pairs of the whole batch when this is a micro-batch of it.
+            num_items: Decided pairs (of unequal advantage) of the whole batch when this is a micro-batch of it.
 
         Returns:
             Scalars. Pairs of equal advantage prefer neither and do not count.
 
         Raises:
             KeyError: if an entry is missing, the shadow mask among them.
-            ValueError: for an odd number of rows, or a row without loss tokens.
+            ValueError: for an odd number of rows, a row without loss tokens, or advantages that differ within a row.
         """
         batch = read_tokens(tensordict, self.tensor_keys, shadow=not self.dense, reference=True)
         lengths = batch.lengths
@@ -86,12 +87,17 @@ class OnlineDPOLoss(TokenLoss):
         states = predicting_states(self.actor_network, batch, batch.shadow)
         log_probs = score_states(self.actor_network, batch, states, self.temperature).log_probs
         favour = segment_sum(log_probs - batch.ref_log_probs, lengths).reshape(-1, 2)
-        score = (segment_sum(batch.advantage, lengths) / lengths).reshape(-1, 2)
+        # A row's own value, not a mean of copies of it: rounding would prefer one of two equal rewards.
+        ends = lengths.cumsum(0)
+        score = batch.advantage[ends - 1]
+        if bool((batch.advantage != score.repeat_interleave(lengths)).any()):
+            raise ValueError("advantages differ within a row; a pair is compared by one value (reward) per response.")
+        score = score.reshape(-1, 2)
         sign = (score[:, 0] - score[:, 1]).sign()
         margin = sign * (favour[:, 0] - favour[:, 1])
         decided = sign != 0
-        pairs = decided.sum() if num_items is None else torch.as_tensor(num_items, device=margin.device)
-        loss = torch.where(decided, -nn.functional.logsigmoid(self.beta * margin), 0.0).sum() / pairs.clamp(min=1)
+        total = torch.where(decided, -nn.functional.logsigmoid(self.beta * margin), 0.0).sum()
+        loss = divide_by_items(total, num_items, decided.sum())
         count = decided.sum().clamp(min=1)
         return OnlineDPOLossOutput(
             loss_dpo=loss,

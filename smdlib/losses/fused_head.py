@@ -6,6 +6,7 @@ weight gradient are written directly; so neither logits nor a second weight grad
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadTransform:
-    """What happens between the product of hidden state and weight and the softmax: ``cap(scale * x) / temperature``.
+    """From raw logits (product of hidden state and weight, plus bias) to those of the softmax.
+
+    ``cap(scale * raw) / temperature``.
 
     Args:
         temperature: The sampler's, above 0.
@@ -34,6 +37,8 @@ class HeadTransform:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"temperature must be above 0, not {self.temperature}; greedy decoding has no log-probs.")
+        if not math.isfinite(self.scale) or self.scale == 0 or (self.softcap is not None and not self.softcap > 0):
+            raise ValueError(f"scale must be a finite factor and softcap above 0, not {self.scale} and {self.softcap}.")
 
     def __call__(self, raw: Tensor) -> Tensor:
         """Transform raw logits in place and return them."""

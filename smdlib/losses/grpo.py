@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorClass, TensorDictBase
 from torch import Tensor, nn
 
 from smdlib.losses.aggregate import Aggregation, SequenceMean
-from smdlib.losses.base import TokenLoss
+from smdlib.losses.base import TokenLoss, check_weight
 from smdlib.losses.corrections import Correction
 from smdlib.losses.linear import TokenScores
 from smdlib.losses.metrics import effective_sample_size, mismatch_k1, mismatch_k3, token_mean
@@ -35,6 +37,8 @@ class GRPOLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replac
 
 # TensorClass puts a signature in the place of a docstring.
 GRPOLossOutput.__doc__ = """What `GRPOLoss` returns, scalars; add up the ``loss_*`` entries and call ``backward``.
+
+``sum(value for name, value in output.items() if name.startswith("loss_")).backward()``.
 
 All means and shares are over loss tokens. The mismatch compares the policy with the sampler, whatever the correction.
 
@@ -114,14 +118,22 @@ class GRPOLoss(TokenLoss):
                 "a correction reweighs what a dense learner gets from a sparse sampler, but this loss replays the "
                 "mask, so there is nothing to correct; build it with dense=True."
             )
-        if not kl_to_ref_coeff >= 0:
-            raise ValueError(f"kl_to_ref_coeff must be 0 or more, not {kl_to_ref_coeff}.")
+        parts = {"ratio": ratio, "surrogate": surrogate, "aggregation": aggregation, "correction": correction}
+        for name, part in parts.items():
+            if part is not None and (isinstance(part, type) or not callable(part)):
+                raise TypeError(
+                    f"{name} must be an object such as TokenRatio() or ClippedSurrogate(0.2), not {part!r}."
+                )
         self.ratio = ratio or TokenRatio()
         self.surrogate = surrogate or ClippedSurrogate()
         self.aggregation = aggregation or SequenceMean()
         self.correction = correction
         self.kl_to_ref_coeff = kl_to_ref_coeff
         self.dense = dense
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        checked: Any = check_weight(name, value) if name == "kl_to_ref_coeff" else value
+        super().__setattr__(name, checked)
 
     @property
     def in_keys(self) -> list:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -148,7 +160,9 @@ class GRPOLoss(TokenLoss):
         Args:
             tensordict: Batch ``[B]`` of rows.
             num_items: Items of the whole batch when this is a micro-batch of it, as ``loss.aggregation.count`` counts
-                them; then the losses of the micro-batches add up to that of the batch. Default: this batch's own.
+                them from the loss tokens of each row, ``loss_mask.sum(1)``; then the losses of the micro-batches add up
+                to that of the batch (but for a `SparseRLCorrection`, which normalises over what it is given). Default:
+                this batch's own.
 
         Returns:
             Scalars; without loss tokens the loss is 0 and backward works.

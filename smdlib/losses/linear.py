@@ -52,7 +52,8 @@ def linear_scores(
         Scores ``[N]`` in nats, differentiable in ``hidden``, ``weight`` and ``bias``.
 
     Raises:
-        ValueError: if shapes do not fit, or a target lies outside the vocabulary.
+        ValueError: if shapes do not fit, a target lies outside the vocabulary, the bias is not finite, or ``block`` is
+            no positive int.
 
     Example:
         >>> scores = linear_scores(torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([0, 4]), torch.zeros(2, 3))
@@ -68,6 +69,13 @@ def linear_scores(
     vocabulary = weight.shape[0]
     if targets.numel() and not bool(((targets >= 0) & (targets < vocabulary)).all()):
         raise ValueError(f"targets must lie in [0, {vocabulary}); got {int(targets.min())} to {int(targets.max())}.")
+    if bias is not None and (bias.shape != weight.shape[:1] or not bool(bias.isfinite().all())):
+        raise ValueError(
+            f"bias must be finite and [V] = {tuple(weight.shape[:1])}, not {tuple(bias.shape)}; a banned token (-inf) "
+            "has no entropy or KL here."
+        )
+    if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
+        raise ValueError(f"block must be a whole number of at least 1 vocabulary entries, not {block!r}.")
     if block is None:
         block = max(256, _BLOCK_BYTES // (4 * max(1, hidden.shape[0])))
     log_probs, entropy, kl = FusedHead.apply(

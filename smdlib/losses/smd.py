@@ -46,12 +46,14 @@ class SMDLoss(TokenLoss):
 
     One masked pass serves both terms; the teacher is one dense pass of the same weights without gradient. With a policy
     term that is dense (``grpo=GRPOLoss(actor, dense=True)``) the loss is Track 2 alone: the dense pass carries the
-    policy gradient and is the teacher of the masked pass.
+    policy gradient and is the teacher of the masked pass. On tokens of a sparse sampler that policy term is off policy;
+    a ``correction`` of `GRPOLoss` reweighs it.
 
     Args:
         actor: The policy, a `smdlib.masks.MaskedAttentionAdapter`.
-        grpo: The policy term; ``GRPOLoss(actor)`` by default.
-        distill: The distillation term; ``DenseToSparseKL(actor, coeff=0.1)`` by default.
+        grpo: The policy term; ``GRPOLoss(actor)`` by default, at the temperature of the other term.
+        distill: The distillation term; ``DenseToSparseKL(actor, coeff=0.1)`` by default, likewise. Settings are changed
+            on the terms, ``loss.grpo`` and ``loss.distill``.
         acceptance: Also report ``acceptance_p5``, which takes one more walk over the vocabulary.
 
     Raises:
@@ -104,6 +106,11 @@ class SMDLoss(TokenLoss):
         return self.grpo.tensor_keys
 
     @property
+    def kl_to_ref_coeff(self) -> float:
+        """Weight of the KL to a reference; set it on ``loss.grpo``."""
+        return self.grpo.kl_to_ref_coeff
+
+    @property
     def coeff(self) -> Tensor:
         """Weight of the distillation term, scheduled by ``loss.coeff = 0.05``."""
         return self.distill.coeff
@@ -132,8 +139,10 @@ class SMDLoss(TokenLoss):
 
         Args:
             tensordict: Batch ``[B]`` of rows.
-            policy_items: Items of the whole batch for the policy term, when this is a micro-batch of it.
-            distill_items: Items of the whole batch for the distillation term.
+            policy_items: Items of the whole batch for the policy term, ``loss.grpo.aggregation.count(lengths)`` with
+                the loss tokens of each row, when this is a micro-batch of it.
+            distill_items: Likewise for the distillation term, ``loss.distill.aggregation.count(lengths)``; both or
+                neither.
 
         Returns:
             Scalars; without loss tokens both losses are 0 and backward works.

@@ -21,10 +21,12 @@ class TokenKeys:
         attention_mask: bool ``[B, T]``, real tokens. Without this entry all tokens of a row are real, so a padded batch
             must have it.
         loss_mask: bool ``[B, T]``, tokens that the policy sampled. Without this entry they are the tokens with a finite
-            ``sample_log_prob``.
+            ``sample_log_prob``, so an engine that reports log-probs of the prompt needs it.
         sample_log_prob: float32 ``[B, T]`` in nats, the sampler's ``log p(x_t | x_<t)``, NaN on the prompt.
-        old_log_prob: float32 ``[B, T]`` in nats, the dense policy's when the data was sampled; read by corrections.
-        ref_log_probs: float32 ``[B, T]`` in nats, a reference policy's; read if its KL has a weight.
+        old_log_prob: float32 ``[B, T]`` in nats at the loss's temperature, the dense policy's when the data was
+            sampled; read by corrections.
+        ref_log_probs: float32 ``[B, T]`` in nats at the loss's temperature, a reference policy's; read if its KL
+            has a weight.
         advantage: ``[B]``, ``[B, 1]``, ``[B, T]`` or ``[B, T, 1]``.
         shadow: the recorded `smdlib.masks.ShadowMask` of the unpadded rows.
     """
@@ -137,6 +139,11 @@ def read_tokens(
             raise KeyError(
                 f"neither a loss mask at {keys.loss_mask!r} nor sampled log-probs at {keys.sample_log_prob!r}, so the "
                 "response tokens are unknown."
+            )
+        if bool((sampled.isinf() & attention).any()):
+            raise ValueError(
+                f"{keys.sample_log_prob!r} is infinite at real tokens; NaN marks the prompt, anything else must be "
+                "finite."
             )
         loss_mask = sampled.isfinite()
     loss_mask = loss_mask.bool() & attention

@@ -229,7 +229,7 @@ def test_terms_must_belong_together():
     with pytest.raises(ValueError, match="temperatures differ"):
         SMDLoss(adapter, grpo=GRPOLoss(adapter, temperature=0.5), distill=DenseToSparseKL(adapter))
     assert SMDLoss(adapter, distill=DenseToSparseKL(adapter, temperature=0.5)).grpo.temperature == 0.5
-    with pytest.raises(ValueError, match="coeff must be 0 or more"):
+    with pytest.raises(ValueError, match="coeff must be a finite number of at least 0"):
         DenseToSparseKL(adapter, coeff=-0.1)
     with pytest.raises(TypeError, match="cannot be shadow-masked"):
         SMDLoss(adapter.model)
