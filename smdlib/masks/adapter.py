@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -23,15 +22,12 @@ from smdlib.cache.support import (
 from smdlib.masks.attention import REPLAY_ARGUMENT, Attention, eager_attention, fused_attention, shadow_attention
 from smdlib.masks.calls import prepare_call
 from smdlib.masks.head import LanguageHead, check_head, language_head
+from smdlib.masks.installation import NAMES, owner_of, previous_implementation, resolve_backend, take_over
 from smdlib.masks.replay import Replay, check_fits, check_tokens, row_starts
 from smdlib.masks.shadow import ShadowMask
 from smdlib.masks.spec import mask_spec
 
 _BACKENDS: dict[str, Attention] = {"sdpa": fused_attention, "eager": eager_attention}
-_PREFIX = "smdlib_"
-# transformers recognises some implementations by substrings of their names, so ours avoid them.
-_NAMES = {"sdpa": _PREFIX + "fused", "eager": _PREFIX + "plain"}
-_OWNER = "_smdlib_adapter"
 _OWN_ARGUMENTS = {"use_cache", "cache", "past_key_values", "position_ids", "labels", "inputs_embeds", "return_dict"}
 
 
@@ -81,22 +77,36 @@ class MaskedAttentionAdapter(nn.Module):
                 f"{type(model).__name__} has no language-model head; pass the causal language model around it."
             )
         check_supported(model.config)
-        previous = _previous_implementation(model)
+        previous = previous_implementation(model)
         self.model = model
-        self.backend = _resolve_backend(model, previous, backend)
+        self.backend = resolve_backend(model, previous, backend)
         self._previous = previous
         self._head_checked = False
-        name = _NAMES[self.backend]
-        AttentionInterface.register(name, partial(shadow_attention, inner=_BACKENDS[self.backend]))
-        AttentionMaskInterface.register(name, mask_spec)
-        model.set_attn_implementation(name)
-        if text_config(model.config)._attn_implementation != name:
+        self._register()
+        model.set_attn_implementation(NAMES[self.backend])
+        if text_config(model.config)._attn_implementation != NAMES[self.backend]:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not look up its attention through transformers' AttentionInterface, so "
                 "evictions cannot be applied to it."
             )
-        _take_over(model, self)
-        model.register_forward_pre_hook(prepare_call, with_kwargs=True)
+        self._own()
+
+    def _register(self) -> None:
+        """Make the attention known to transformers, in this process."""
+        name = NAMES[self.backend]
+        AttentionInterface.register(name, partial(shadow_attention, inner=_BACKENDS[self.backend]))
+        AttentionMaskInterface.register(name, mask_spec)
+
+    def _own(self) -> None:
+        take_over(self.model, self)
+        self.model.register_forward_pre_hook(prepare_call, with_kwargs=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Install the adapter on the model that was copied or unpickled with it, if it was installed."""
+        super().__setstate__(state)
+        if text_config(self.model.config)._attn_implementation == NAMES[self.backend]:
+            self._register()
+            self._own()
 
     def remove(self) -> None:
         """Give the model its previous attention back; harmless when already removed.
@@ -105,13 +115,13 @@ class MaskedAttentionAdapter(nn.Module):
         """
         if self.installed:
             self.model.set_attn_implementation(self._previous)
-            _take_over(self.model, None)
+            take_over(self.model, None)
 
     @property
     def installed(self) -> bool:
         """Whether the model still attends through this adapter."""
         return (
-            _owner(self.model) is self and text_config(self.model.config)._attn_implementation == _NAMES[self.backend]
+            owner_of(self.model) is self and text_config(self.model.config)._attn_implementation == NAMES[self.backend]
         )
 
     def __enter__(self) -> MaskedAttentionAdapter:
@@ -282,55 +292,3 @@ class MaskedAttentionAdapter(nn.Module):
         # Select before filling, so that no gradient flows through padding.
         scored = torch.where(known, scored, torch.nan)
         return torch.nn.functional.pad(scored, (1, 0), value=torch.nan)
-
-
-def _owner(model: nn.Module) -> MaskedAttentionAdapter | None:
-    """The adapter that the model attends through; a copy of a model has none, whatever its configuration says."""
-    reference = model.__dict__.get(_OWNER)
-    adapter = None if reference is None else reference()
-    return adapter if adapter is not None and adapter.model is model else None
-
-
-def _take_over(model: nn.Module, adapter: MaskedAttentionAdapter | None) -> None:
-    """Make ``adapter`` the model's owner, without hooks of an earlier one."""
-    for handle, hook in list(model._forward_pre_hooks.items()):
-        if hook is prepare_call:
-            del model._forward_pre_hooks[handle]
-            model._forward_pre_hooks_with_kwargs.pop(handle, None)
-    model.__dict__[_OWNER] = None if adapter is None else weakref.ref(adapter)
-
-
-def _previous_implementation(model: PreTrainedModel) -> str:
-    """What the model attended with before any adapter.
-
-    Raises:
-        ValueError: if it has one that is in use.
-    """
-    name = text_config(model.config)._attn_implementation
-    if not name.startswith(_PREFIX):
-        return name
-    if _owner(model) is not None:
-        raise ValueError("this model already has a MaskedAttentionAdapter; use that one, or remove() it first.")
-    # A copy made while an adapter was installed, or an adapter that nobody holds any more.
-    return next(plain for plain, own in _NAMES.items() if own == name)
-
-
-def _resolve_backend(model: PreTrainedModel, previous: str, backend: str) -> str:
-    """Choose between the model's sdpa and eager attention, or refuse."""
-    if backend not in ("auto", *_BACKENDS):
-        raise ValueError(
-            f"backend {backend!r} cannot take one mask per KV head; use 'auto', 'sdpa' or 'eager' (flash kernels have "
-            "no mask argument, and flex attention has no backward on CPU)."
-        )
-    if previous not in ("sdpa", "eager"):
-        raise ValueError(
-            f"the model was loaded with attn_implementation={previous!r}, which cannot take a mask per KV head. Load "
-            "it with attn_implementation='sdpa' or 'eager', or call model.set_attn_implementation('sdpa') first."
-        )
-    if backend != "auto":
-        return backend
-    text: Any = text_config(model.config)
-    capped = getattr(text, "attn_logit_softcapping", None) is not None
-    has_sinks = any("sinks" in dict(module.named_parameters(recurse=False)) for module in model.modules())
-    supported = getattr(model, "_supports_sdpa", False)
-    return "eager" if previous == "eager" or capped or has_sinks or not supported else "sdpa"

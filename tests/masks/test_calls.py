@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -279,3 +280,21 @@ def test_token_ids_follow_padding_slicing_stacking_and_repeated_rows(prompts):
     assert shadow.crop(5).token_ids[2].tolist() == ids[1, 9:14].tolist()
     stacked = type(shadow).stack([shadow[0].crop(3), type(shadow).dense(4, *shadow.evicted_at.shape[2:])])
     assert stacked.token_ids.tolist() == [[*ids[0, :3].tolist(), -1], [-1] * 4]
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))], ids=["copy", "pickle"]
+)
+@torch.no_grad()
+def test_an_adapter_that_was_copied_or_pickled_samples_and_replays(again, prompts):
+    ids, mask = prompts
+    adapter = again(MaskedAttentionAdapter(make_model("llama")))
+    assert adapter.installed and len(adapter.model._forward_pre_hooks) == 1
+    recorder = ShadowMaskRecorder()
+    cache = cache_of(adapter.model, recorder)
+    adapter.model(input_ids=ids, attention_mask=mask, cache=cache)
+    ids, mask = longer(ids, mask)
+    logits = adapter.model(input_ids=ids[:, -1:], attention_mask=mask, cache=cache).logits
+    assert gap(adapter, logits, ids, mask, recorder) < 1e-4
+    adapter.remove()
+    assert not again(adapter).installed
