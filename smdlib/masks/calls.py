@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from smdlib.cache import CompressedCache
 from smdlib.cache.support import refuse_active_dropout, refuse_dropout, rope_limit
+from smdlib.masks.spec import left_padding
 
 
 def prepare_call(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -122,12 +123,7 @@ def _check_mask(cache: CompressedCache, mask: Any, tokens: Tensor, columns: int)
             f"attention_mask covers {mask.shape[1]} columns, but the cache and the new tokens are {columns}. {hint}"
         )
     mask = mask.to(tokens.device).bool()
-    if not bool((mask[:, 1:] >= mask[:, :-1]).all()):
-        raise ValueError(
-            "a CompressedCache needs left padding: attention_mask must be zeros followed by ones in every row "
-            "(tokenizer.padding_side = 'left'), and ones for every generated column."
-        )
-    padding = columns - mask.sum(-1)
+    padding = left_padding(mask)
     if held is not None:
         held = held.to(padding.device)
         begun = held < cache.get_seq_length()

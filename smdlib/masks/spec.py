@@ -78,13 +78,7 @@ class MaskSpec:
                     "(Does gradient checkpointing drop the cache? Call model.eval() to sample.)"
                 )
             else:
-                mask = mask.bool()
-                if not bool((mask[:, 1:] >= mask[:, :-1]).all()):
-                    raise ValueError(
-                        "a CompressedCache needs left padding: attention_mask must be zeros followed by ones in every "
-                        "row (tokenizer.padding_side = 'left'), and ones for every generated column."
-                    )
-                self._padding = columns - mask.sum(-1)
+                self._padding = left_padding(mask.bool())
         return self._padding.to(device)
 
     def visible(self, positions: Tensor, padding: Tensor) -> Tensor:
@@ -115,6 +109,30 @@ class MaskSpec:
                 "at single keys; smdlib cannot evict or replay under it."
             )
         return self.arguments["mask_function"]
+
+
+def left_padding(mask: Tensor) -> Tensor:
+    """Count the padded columns in front of each row.
+
+    Args:
+        mask: bool ``[B, C]``.
+
+    Returns:
+        int64 ``[B]``.
+
+    Raises:
+        ValueError: for padding on the right or in the middle, which a cache cannot continue.
+
+    Example:
+        >>> left_padding(torch.tensor([[False, True, True], [True, True, True]]))
+        tensor([1, 0])
+    """
+    if not bool((mask[:, 1:] >= mask[:, :-1]).all()):
+        raise ValueError(
+            "a CompressedCache needs left padding: attention_mask must be zeros followed by ones in every row "
+            "(tokenizer.padding_side = 'left'), and ones for every generated column."
+        )
+    return mask.shape[1] - mask.sum(-1)
 
 
 def mask_spec(**arguments: Any) -> MaskSpec:
