@@ -13,6 +13,7 @@ from smdlib.policies import (
     make_policy,
     register_policy,
 )
+from smdlib.rollout import SparseActor
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "SMDLoss",
     "ShadowMask",
     "ShadowMaskRecorder",
+    "SparseActor",
     "UniformAllocation",
     "UnsupportedModelError",
     "available_policies",

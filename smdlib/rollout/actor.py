@@ -1,0 +1,217 @@
+"""The TorchRL policy that samples with evicted keys, and the actor of the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+from torchrl.modules.llm.policies import LogProbs, Masks, Text, Tokens
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from smdlib.cache import CompressedCache
+from smdlib.masks import LanguageHead, MaskedAttentionAdapter, ShadowMask
+from smdlib.policies import Allocation, EvictionPolicy, make_policy
+from smdlib.rollout.generation import Eviction, SampledRow, sample_rows
+from smdlib.rollout.options import resolve_options
+
+_PROMPT = ("tokens", "prompt")
+_PADDED = (
+    "the prompts are padded, and which of their tokens are real cannot be told from a padding token; pass ragged rows, "
+    "lazy_stack([TensorDict({('tokens', 'prompt'): ids}), ...])."
+)
+
+
+class SparseActor(TensorDictModuleBase):
+    """Samples responses with a compressed cache and records what was seen; token in, token out.
+
+    A policy for ``env.rollout`` and TorchRL's ``LLMCollector`` (with an env in tokens mode, such as `dataset_env`),
+    and the ``actor`` of smdlib's losses. Each distinct prompt of a batch is prefilled once.
+
+    Reads ``("tokens", "prompt")``: int64 ``[P]`` per row, ragged or one ``[B, P]`` without padding. Writes rows without
+    padding, as a lazy stack:
+
+    - ``("tokens", "prompt" | "response" | "full")``: int64 ``[P]``, ``[R]`` and ``[P + R]``, the end token included;
+    - ``("masks", "all_attention_mask")``, all ones, and ``("masks", "all_assistant_mask")``, ones at the tokens sampled
+      in this call: bool ``[P + R]``;
+    - ``("log_probs", "response" | "full")``: float32 in nats, of the distribution that was sampled from, temperature
+      included; NaN on the prompt;
+    - ``("text", "prompt" | "response" | "full")``: for rewards and eyes, without special tokens; never read back;
+    - ``"shadow"``: the row's `smdlib.masks.ShadowMask`, ``[P + R, L, H]``;
+    - ``"kv_bytes"``: int64, the row's share of the cache's keys and values.
+
+    Args:
+        model: A causal language model, or the `smdlib.masks.MaskedAttentionAdapter` that is installed on it; several
+            actors may share one adapter.
+        tokenizer: Decodes the text; its end-of-sequence token ends a response if the model names none.
+        policy: Eviction policy or its name. ``None`` keeps every key: dense sampling, for baselines and evaluation.
+        budget: Keys to keep, as for `smdlib.cache.CompressedCache`; needed unless ``policy`` is ``None``.
+        allocation: Spreads the budget over layers and heads.
+        evict_every: Evict after every so many sampled tokens too.
+        generate_kwargs: Options of ``model.generate``. Each is honoured or refused: max_new_tokens (128), do_sample
+            (True), temperature (1.0), eos_token_id, pad_token_id, stop_strings, stopping_criteria, max_time. Of the
+            model's own generation config only eos_token_id is used.
+
+    Raises:
+        ValueError: for options that would make the sampled log-probs differ from the learner's, and why.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> from tokenizers import Tokenizer, models
+        >>> model = LlamaForCausalLM(
+        ...     LlamaConfig(
+        ...         vocab_size=32,
+        ...         hidden_size=16,
+        ...         intermediate_size=16,
+        ...         num_hidden_layers=2,
+        ...         num_attention_heads=4,
+        ...         num_key_value_heads=2,
+        ...     )
+        ... )
+        >>> words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(32)}))
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+        >>> options = {"max_new_tokens": 4, "eos_token_id": None}
+        >>> actor = SparseActor(model, tokenizer, policy="snapkv", budget=0.5, generate_kwargs=options)
+        >>> prompts = torch.arange(23).expand(3, -1)
+        >>> batch = actor(TensorDict({("tokens", "prompt"): prompts}, batch_size=[3]))
+        >>> batch[0]["shadow"].evicted_at.shape, batch[0]["log_probs", "full"].isnan().sum().item()
+        (torch.Size([27, 2, 2]), 23)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | MaskedAttentionAdapter,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        policy: EvictionPolicy | str | None,
+        budget: float | int | None = None,
+        allocation: Allocation | None = None,
+        evict_every: int | None = None,
+        generate_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_keys: Any = [_PROMPT]
+        self.out_keys = ["tokens", "masks", "log_probs", "text", "shadow", "kv_bytes"]
+        self.adapter = model if isinstance(model, MaskedAttentionAdapter) else MaskedAttentionAdapter(model)
+        self.tokenizer = tokenizer
+        self.options = resolve_options(generate_kwargs, self.model, tokenizer)
+        self.eviction = self._eviction(policy, budget, allocation, evict_every)
+
+    def _eviction(
+        self,
+        policy: EvictionPolicy | str | None,
+        budget: float | int | None,
+        allocation: Allocation | None,
+        evict_every: int | None,
+    ) -> Eviction | None:
+        if policy is None:
+            given = {"budget": budget, "allocation": allocation, "evict_every": evict_every}
+            unused = sorted(name for name, value in given.items() if value is not None)
+            if unused:
+                raise ValueError(f"policy=None keeps every key, so {unused} would have no effect; name a policy.")
+            return None
+        if budget is None:
+            raise ValueError(
+                f"policy={policy!r} needs a budget: a share of the prompt's keys in (0, 1], or a number of keys."
+            )
+        eviction = Eviction(make_policy(policy), budget, allocation, evict_every)
+        # Refuses settings here that would only show when sampling.
+        CompressedCache(self.model.config, eviction.policy, budget, allocation=allocation, evict_every=evict_every)
+        return eviction
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The language model."""
+        return self.adapter.model
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Sample one response per row.
+
+        Args:
+            tensordict: Batch of shape ``[B]`` with ``("tokens", "prompt")``.
+
+        Returns:
+            A lazy stack of the rows, with their entries and the new ones.
+
+        Raises:
+            KeyError: if the prompts are missing.
+            ValueError: if they are empty or padded, or the batch is not one-dimensional.
+        """
+        prompts = _prompts(tensordict, self.tokenizer)
+        rows = sample_rows(self.model, self.tokenizer, prompts, self.options, self.eviction)
+        device = tensordict.device
+        entries = [self._entry(row) if device is None else self._entry(row).to(device) for row in rows]
+        # Entries are replaced whole: what an earlier turn left in a container must not mix with this one.
+        rows_out = [given.copy() for given in tensordict.unbind(0)]
+        for row, entry in zip(rows_out, entries, strict=True):
+            for key in self.out_keys:
+                row.set(key, entry.get(key))
+        return lazy_stack(rows_out)
+
+    def _entry(self, row: SampledRow) -> TensorDict:
+        full = torch.cat([row.prompt, row.response])
+        sampled = torch.cat([torch.zeros_like(row.prompt), torch.ones_like(row.response)]).bool()
+        before = torch.full(row.prompt.shape, torch.nan, dtype=row.log_probs.dtype, device=row.prompt.device)
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (row.prompt, row.response, full)]
+        return TensorDict(
+            {
+                "tokens": Tokens(prompt=row.prompt, response=row.response, full=full, padded=False),
+                "masks": Masks(all_attention_mask=torch.ones_like(sampled), all_assistant_mask=sampled, padded=False),
+                "log_probs": LogProbs(response=row.log_probs, full=torch.cat([before, row.log_probs]), padded=False),
+                "text": Text(prompt=texts[0], response=texts[1], full=texts[2]),
+                "shadow": row.shadow,
+                "kv_bytes": torch.tensor(row.kv_bytes, device=full.device),
+            }
+        )
+
+    def hidden_states(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, shadow_mask: ShadowMask | None = None
+    ) -> Tensor:
+        """Run the model up to its head under a mask; see `smdlib.masks.MaskedAttentionAdapter.hidden_states`."""
+        return self.adapter.hidden_states(input_ids, attention_mask, shadow_mask)
+
+    def head(self) -> LanguageHead:
+        """Return what turns hidden states into logits; see `smdlib.masks.MaskedAttentionAdapter.head`."""
+        return self.adapter.head()
+
+    def log_probs(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        shadow_mask: ShadowMask | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Score tokens under a mask; see `smdlib.masks.MaskedAttentionAdapter.log_probs`."""
+        return self.adapter.log_probs(input_ids, attention_mask, shadow_mask, temperature)
+
+
+def _prompts(tensordict: TensorDictBase, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
+    """Read int64 ``[P]`` of every row."""
+    if tensordict.ndim != 1:
+        raise ValueError(
+            f"SparseActor takes a batch of rows [B], not one of shape {tuple(tensordict.shape)}; flatten it with "
+            "reshape(-1)."
+        )
+    rows = [row.get(_PROMPT, None) for row in tensordict.unbind(0)]
+    if not rows or any(row is None for row in rows):
+        found = sorted(map(str, tensordict.keys(include_nested=True)))
+        raise KeyError(
+            f"no prompts at {_PROMPT!r}; the batch has {found}. SparseActor is token in, token out: use an env in "
+            'tokens mode, such as smdlib.rollout.dataset_env or ChatEnv(input_mode="tokens", tokenizer=...).'
+        )
+    if any(bool(row.get(("tokens", "padded"), False)) for row in tensordict.unbind(0)):
+        raise ValueError(_PADDED)
+    prompts = [torch.as_tensor(row).reshape(-1).long() for row in rows]
+    empty = [index for index, prompt in enumerate(prompts) if prompt.numel() == 0]
+    if empty:
+        raise ValueError(f"the prompts of rows {empty} are empty; a response needs at least one token before it.")
+    pad = tokenizer.pad_token_id
+    if pad is not None and pad not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        padded = [index for index, prompt in enumerate(prompts) if int(prompt[0]) == pad]
+        if padded:
+            raise ValueError(f"rows {padded} begin with the padding token {pad}: {_PADDED}")
+    return prompts

@@ -1,0 +1,187 @@
+"""Samples responses of token prompts: one prefill per distinct prompt, ragged rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import DynamicLayer
+
+from smdlib.cache import CompressedCache
+from smdlib.cache.support import num_kv_heads, text_config
+from smdlib.masks import ShadowMask, ShadowMaskRecorder
+from smdlib.policies import Allocation, EvictionPolicy
+from smdlib.rollout.options import GenerateOptions
+from smdlib.rollout.watchers import RowEnds, SampledLogProbs
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """How the cache of a rollout evicts: the arguments of `smdlib.cache.CompressedCache`."""
+
+    policy: EvictionPolicy | str
+    budget: float | int
+    allocation: Allocation | None = None
+    evict_every: int | None = None
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    """One sampled row, unpadded.
+
+    Attributes:
+        prompt: int64 ``[P]``.
+        response: int64 ``[R]``, its end token included.
+        log_probs: float32 ``[R]`` in nats, of the distribution that the tokens were drawn from.
+        shadow: Record ``[P + R, L, H]``.
+        kv_bytes: The row's share of the cache, in bytes.
+    """
+
+    prompt: Tensor
+    response: Tensor
+    log_probs: Tensor
+    shadow: ShadowMask
+    kv_bytes: int
+
+
+@torch.no_grad()
+def sample_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Tensor],
+    options: GenerateOptions,
+    eviction: Eviction | None,
+) -> list[SampledRow]:
+    """Sample one response of each prompt.
+
+    All but the last token of each *distinct* prompt is prefilled once, however often the prompt occurs.
+
+    Args:
+        model: With an adapter installed.
+        tokenizer: For stop strings.
+        prompts: int64 ``[P]`` each, unpadded.
+        options: Of sampling.
+        eviction: ``None`` keeps every key (dense sampling).
+
+    Returns:
+        A row per prompt, in order.
+    """
+    device = next(model.parameters()).device
+    distinct, index = _distinct(prompts)
+    # A row of one token has nothing to prefill without the token that generate() needs.
+    if min(len(prompt) for prompt in distinct) == 1:
+        distinct, index = list(prompts), torch.arange(len(prompts))
+    index = index.to(device)
+    ids, mask = _pad_left(distinct, options.pad_token_id, device)
+    recorder = ShadowMaskRecorder()
+    cache: CompressedCache | DynamicCache
+    if eviction is None:
+        cache = DynamicCache(config=model.config)
+    else:
+        cache = CompressedCache(
+            model.config,
+            eviction.policy,
+            eviction.budget,
+            allocation=eviction.allocation,
+            evict_every=eviction.evict_every,
+            reserve=eviction.evict_every or options.max_new_tokens,
+            recorder=recorder,
+            prompt_lengths=mask.sum(1),
+        )
+    columns = ids.shape[1]
+    log_probs, ends = SampledLogProbs(options.temperature), RowEnds(options, tokenizer, columns)
+    with evaluation_mode(model), _own_generation_config(model):
+        if columns > 1 and bool(mask[:, :-1].any(1).all()):
+            positions = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)
+            # logits_to_keep: nobody reads the prefill's logits.
+            model(
+                input_ids=ids[:, :-1],
+                attention_mask=mask[:, :-1],
+                position_ids=positions,
+                cache=cache,
+                logits_to_keep=1,
+            )
+            cache.batch_select_indices(index)
+        ids, mask = ids[index], mask[index]
+        sequences = cast(Any, model).generate(
+            input_ids=ids,
+            attention_mask=mask,
+            cache=cache,
+            generation_config=options.config(),
+            logits_processor=LogitsProcessorList([log_probs]),
+            stopping_criteria=StoppingCriteriaList([ends]),
+        )
+    assert isinstance(sequences, Tensor)
+    response = sequences[:, columns:]
+    lengths, scored = ends.lengths(response.shape[1]), log_probs.log_probs(response)
+    totals = mask.sum(1) + lengths
+    if isinstance(cache, CompressedCache):
+        shadows, kv_bytes = recorder.shadow_mask(totals), cache.kv_bytes()
+    else:
+        layers, heads = int(text_config(model.config).num_hidden_layers), num_kv_heads(model.config)
+        shadows = ShadowMask.dense(len(index), int(totals.max()), layers, heads, device=device)
+        kv_bytes = sum(_bytes(layer.keys) + _bytes(layer.values) for layer in cast(list[DynamicLayer], cache.layers))
+    return [
+        SampledRow(
+            prompt=ids[row, columns - int(mask[row].sum()) :],
+            response=response[row, : int(lengths[row])],
+            log_probs=scored[row, : int(lengths[row])],
+            shadow=cast(ShadowMask, shadows[row]).crop(int(totals[row])),
+            kv_bytes=kv_bytes // len(index),
+        )
+        for row in range(len(index))
+    ]
+
+
+def _bytes(states: Tensor | None) -> int:
+    return 0 if states is None else states.nbytes
+
+
+def _distinct(prompts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Return distinct prompts, in order of appearance, and int64 ``[B]``, which of them each row is."""
+    found: dict[tuple[int, ...], int] = {}
+    index = [found.setdefault(tuple(prompt.tolist()), len(found)) for prompt in prompts]
+    return [torch.tensor(prompt) for prompt in found], torch.tensor(index)
+
+
+def _pad_left(rows: Sequence[Tensor], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return padded ids and their mask, int64 ``[B, P]`` each."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad(list(rows), batch_first=True, padding_value=padding, padding_side="left")
+    mask = pad([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    return ids.to(device), mask.to(device)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Sample without dropout and activation checkpointing (which drops caches), then restore every module's mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _own_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Keep ``generate`` from filling our options up with the model's own, such as its top-k."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -1,0 +1,159 @@
+"""Options of ``generate``: honoured, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+
+_RESHAPES = (
+    "it changes the distribution that tokens are drawn from, and the learner scores the full softmax at one "
+    "temperature, so the first ratio would not be 1"
+)
+_SEARCHES = "it is not plain sampling, so the tokens are no sample of the policy that the record describes"
+_OWN = "SparseActor decides it"
+
+# Values that leave sampling as it is; a model's own generation config does not fill them in.
+_NEUTRAL: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("top_k",), (0, _RESHAPES)),
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty"), (1.0, _RESHAPES)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (0, _RESHAPES)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0.0, _RESHAPES)),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups"), (1, _SEARCHES)),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits"), (False, _RESHAPES)),
+    "use_cache": (True, "without a cache there is nothing to evict from"),
+}
+_REASONS = {
+    **dict.fromkeys(
+        ("min_p", "top_h", "min_new_tokens", "bad_words_ids", "sequence_bias", "suppress_tokens", "guidance_scale"),
+        _RESHAPES,
+    ),
+    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"), _RESHAPES),
+    **dict.fromkeys(("logits_processor", "prefix_allowed_tokens_fn", "watermarking_config"), _RESHAPES),
+    **dict.fromkeys(("penalty_alpha", "assistant_model", "prompt_lookup_num_tokens", "constraints"), _SEARCHES),
+    **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits", "cache", "past_key_values"), _OWN),
+    **dict.fromkeys(("input_ids", "inputs", "attention_mask", "position_ids", "tokenizer"), _OWN),
+    "cache_implementation": "the cache is the actor's; choose policy, budget and evict_every instead",
+    "max_length": "pass max_new_tokens, which does not depend on the prompt",
+}
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What `SparseActor` honours of ``generate``'s options.
+
+    Attributes:
+        max_new_tokens: Longest response, in tokens.
+        do_sample: Sample, or decode greedily (for evaluation; log-probs are the model's at temperature 1).
+        temperature: Logits are divided by it before sampling; it is part of the log-probs.
+        eos_token_ids: Tokens that end a response; they belong to it.
+        pad_token_id: What fills rows that have ended. Never used to tell which tokens are real.
+        stop_strings: A response ends when its text contains one of them.
+        stopping_criteria: transformers' criteria; a row ends when one of them says so.
+        max_time: Seconds after which sampling stops, for all rows.
+    """
+
+    max_new_tokens: int
+    do_sample: bool
+    temperature: float
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    stop_strings: tuple[str, ...]
+    stopping_criteria: tuple[StoppingCriteria, ...]
+    max_time: float | None
+
+    def config(self) -> GenerationConfig:
+        """Return all of it that transformers' ``generate`` is to know; stopping is `RowEnds`' business."""
+        neutral = {name: value for name, (value, _) in _NEUTRAL.items() if hasattr(GenerationConfig(), name)}
+        return GenerationConfig(
+            **neutral,
+            max_new_tokens=self.max_new_tokens,
+            do_sample=self.do_sample,
+            temperature=self.temperature if self.do_sample else 1.0,
+            eos_token_id=list(self.eos_token_ids) or None,
+            pad_token_id=self.pad_token_id,
+            max_time=self.max_time,
+        )
+
+
+def resolve_options(
+    given: Mapping[str, Any] | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> GenerateOptions:
+    """Check options of ``generate`` and fill in the rest.
+
+    Of the model's own generation config only ``eos_token_id`` is taken: its top-k, top-p or temperature would change
+    the policy that is trained without anybody having asked for it.
+
+    Args:
+        given: Keyword arguments as for ``model.generate``.
+        model: For its end-of-sequence tokens.
+        tokenizer: For its end-of-sequence and padding tokens.
+
+    Returns:
+        The options.
+
+    Raises:
+        ValueError: for an option that cannot be honoured, or a value out of range.
+        TypeError: for a name that ``generate`` does not know.
+    """
+    given = dict(given or {})
+    max_new_tokens = int(_positive(given.pop("max_new_tokens", 128), "max_new_tokens", int))
+    do_sample = given.pop("do_sample", True)
+    if not isinstance(do_sample, bool):
+        raise ValueError(f"do_sample must be True or False, not {do_sample!r}.")
+    temperature = float(_positive(given.pop("temperature", 1.0), "temperature", float))
+    if not do_sample and temperature != 1.0:
+        raise ValueError(f"temperature={temperature} has no effect with do_sample=False; leave one of the two out.")
+    max_time = given.pop("max_time", None)
+    if max_time is not None:
+        max_time = float(_positive(max_time, "max_time", float))
+    default = getattr(model.generation_config, "eos_token_id", None)
+    default = tokenizer.eos_token_id if default is None else default
+    eos = _ids(given.pop("eos_token_id", default))
+    pad = given.pop("pad_token_id", tokenizer.pad_token_id)
+    if pad is None:
+        pad = eos[0] if eos else 0
+    strings = given.pop("stop_strings", None) or ()
+    strings = (strings,) if isinstance(strings, str) else tuple(strings)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ValueError(f"stop_strings must be non-empty strings, not {strings!r}.")
+    criteria = tuple(given.pop("stopping_criteria", None) or ())
+    if not all(isinstance(one, StoppingCriteria) for one in criteria):
+        raise TypeError(f"stopping_criteria must be transformers StoppingCriteria, not {criteria!r}.")
+    for name, value in given.items():
+        _refuse(name, value)
+    return GenerateOptions(max_new_tokens, do_sample, temperature, eos, int(pad), strings, criteria, max_time)
+
+
+def _refuse(name: str, value: Any) -> None:
+    """Accept a neutral value, refuse any other."""
+    if value is None or (name in _NEUTRAL and value == _NEUTRAL[name][0]):
+        return
+    if name in _NEUTRAL:
+        neutral, reason = _NEUTRAL[name]
+        raise ValueError(f"generate option {name}={value!r} is refused: {reason}. Leave it out (it is {neutral!r}).")
+    if name in _REASONS or hasattr(GenerationConfig(), name):
+        reason = _REASONS.get(name, "SparseActor does not know how to keep its tokens replayable")
+        raise ValueError(f"generate option {name}={value!r} is refused: {reason}.")
+    raise TypeError(
+        f"unknown generate option {name!r}; SparseActor takes max_new_tokens, do_sample, temperature, eos_token_id, "
+        "pad_token_id, stop_strings, stopping_criteria and max_time."
+    )
+
+
+def _positive(value: Any, name: str, kind: type) -> int | float:
+    allowed = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a positive {'int' if kind is int else 'number'}, not {value!r}.")
+    return value
+
+
+def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    ids = (value,) if isinstance(value, int) else tuple(value)
+    if not all(isinstance(one, int) and one >= 0 for one in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, not {value!r}.")
+    return ids
