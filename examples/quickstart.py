@@ -192,7 +192,7 @@ def train(model, tokenizer, adapter: MaskedAttentionAdapter, data, cfg: Settings
             loss = output.loss_objective + output.loss_distill
             loss.backward()
             total, kl = total + loss.item(), kl + output.loss_distill.item() / cfg.coeff
-            mismatch = max(mismatch, abs(output.max_ratio.log().item()))
+            mismatch = max(mismatch, output.max_mismatch.item())
         model.eval()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

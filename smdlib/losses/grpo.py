@@ -29,6 +29,7 @@ class GRPOLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replac
     kl_approx_k3: Tensor
     ESS: Tensor
     max_ratio: Tensor
+    max_mismatch: Tensor
     loss_kl_to_ref: Tensor | None = None
     kl_to_ref: Tensor | None = None
     rejected_fraction: Tensor | None = None
@@ -52,6 +53,7 @@ Attributes:
     kl_approx_k3: Mismatch, k3 estimate in nats.
     ESS: Effective share of tokens under the ratios policy / sampler.
     max_ratio: Largest ratio policy / sampler.
+    max_mismatch: Largest ``|log policy - log sampler|``, in nats: on policy, the parity of replay.
     loss_kl_to_ref: Weighted KL to the reference policy; ``None`` without one.
     kl_to_ref: Mean k3 estimate of KL(policy || reference) in nats; ``None`` without one.
     rejected_fraction: Share that the correction rejected; ``None`` without one.
@@ -213,6 +215,7 @@ class GRPOLoss(TokenLoss):
             kl_approx_k3=mismatch_k3(mismatch),
             ESS=effective_sample_size(mismatch),
             max_ratio=mismatch.exp().max() if mismatch.numel() else mismatch.new_ones(()),
+            max_mismatch=mismatch.abs().max() if mismatch.numel() else mismatch.new_zeros(()),
             batch_size=[],
         )
         if batch.ref_log_probs is not None:

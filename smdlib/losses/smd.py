@@ -24,6 +24,7 @@ class SMDLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replace
     kl_approx_k3: Tensor
     ESS: Tensor
     max_ratio: Tensor
+    max_mismatch: Tensor
     loss_kl_to_ref: Tensor | None = None
     kl_to_ref: Tensor | None = None
     rejected_fraction: Tensor | None = None

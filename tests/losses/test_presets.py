@@ -350,6 +350,7 @@ def test_metrics_are_those_of_the_loss_tokens():
         "kl_approx_k3": sum(math.exp(ratio) - 1 - ratio for ratio in ratios) / len(ratios),
         "ESS": sum(weights) ** 2 / (len(weights) * sum(weight**2 for weight in weights)),
         "max_ratio": max(weights),
+        "max_mismatch": max(map(abs, ratios)),
     }
     _, rows, _ = data(0.05)
     distributions = torch.cat([row_distributions(adapter, row) for row in rows]).detach()
