@@ -16,7 +16,7 @@ _RESPONSE = "SMDLIB0RESPONSE"
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """Renders prompts with a tokenizer's chat template, and appends further turns without touching earlier tokens.
+    r"""Renders prompts with a tokenizer's chat template, and appends further turns without touching earlier tokens.
 
     A tokenizer without a template gives the plain tokens of a text; it takes no system prompt and no messages.
 
@@ -32,9 +32,9 @@ class ChatTokens:
         >>> from tests.tokenizer import byte_tokenizer
         >>> chat = ChatTokens(byte_tokenizer(), system_prompt="Be brief.")
         >>> chat.tokenizer.decode(chat.prompt("Why?"))
-        '<s>system\\nBe brief.</s><s>user\\nWhy?</s><s>assistant\\n'
+        '<s>system\nBe brief.</s><s>user\nWhy?</s><s>assistant\n'
         >>> chat.tokenizer.decode(chat.further("Because.</s>", "Really?"))
-        '<s>user\\nReally?</s><s>assistant\\n'
+        '<s>user\nReally?</s><s>assistant\n'
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -107,19 +107,20 @@ class ChatTokens:
             raise ValueError("the chat template leaves out earlier responses, so a further turn cannot be appended.")
         ids = self._ids(rest, special=False)
         sampled = self._ids(response, special=False) if isinstance(response, str) else response
-        if len(sampled) and int(sampled[-1]) in self.tokenizer.all_special_ids:
-            # The template's end of turn may be more than one token; the sampled one may be the last of them. The next
-            # turn has end tokens as well, so only those before its message count.
-            start = rest.index(message)
-            closing = self._ids(rest[:start], special=False)
-            same = (closing == sampled[-1]).nonzero()
-            if len(same) and torch.equal(ids[: int(same[0]) + 1], closing[: int(same[0]) + 1]):
-                return ids[int(same[0]) + 1 :]
+        # The template's end of turn may be more than one token; the sampled one may be the last of them.
+        end = next((index for index, token in enumerate(ids.tolist()) if token in self._special()), None)
+        if end is not None and len(sampled) and sampled[-1] == ids[end]:
+            return ids[end + 1 :]
         return ids
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        options = {"add_generation_prompt": True} | dict(self.template_kwargs)
+        options: dict[str, Any] = {"add_generation_prompt": True} | dict(self.template_kwargs)
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
+    def _special(self) -> set[int]:
+        # Some tokenizers name only some of their special tokens in all_special_ids.
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {index for index, token in added.items() if token.special} | set(self.tokenizer.all_special_ids)
 
     def _ids(self, text: str, special: bool) -> Tensor:
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
