@@ -71,8 +71,10 @@ def score_states(
     """
     head = actor.head()
     transform = HeadTransform(temperature, head.scale, head.softcap)
-    return linear_scores(
-        hidden, head.weight, batch.targets, teacher, bias=head.bias, transform=transform, reverse_kl=reverse_kl
+    return head.whole(
+        lambda head: linear_scores(
+            hidden, head.weight, batch.targets, teacher, bias=head.bias, transform=transform, reverse_kl=reverse_kl
+        )
     )
 
 
@@ -90,8 +92,11 @@ def acceptance_rates(actor: Actor, p_hidden: Tensor, q_hidden: Tensor, temperatu
     Returns:
         ``[N]``.
     """
-    head = actor.head()
-    parts = zip(p_hidden.split(block), q_hidden.split(block), strict=True)
-    return torch.cat(
-        [acceptance(head.logits(p).float() / temperature, head.logits(q).float() / temperature) for p, q in parts]
-    )
+
+    def rates(head: LanguageHead) -> Tensor:
+        parts = zip(p_hidden.split(block), q_hidden.split(block), strict=True)
+        return torch.cat(
+            [acceptance(head.logits(p).float() / temperature, head.logits(q).float() / temperature) for p, q in parts]
+        )
+
+    return actor.head().whole(rates)

@@ -25,6 +25,7 @@ from smdlib.masks.head import LanguageHead, check_head, language_head
 from smdlib.masks.installation import NAMES, owner_of, previous_implementation, resolve_backend, take_over
 from smdlib.masks.replay import Replay, check_fits, check_tokens, row_starts
 from smdlib.masks.shadow import ShadowMask
+from smdlib.masks.sharding import check_sharding, run_inside
 from smdlib.masks.spec import mask_spec
 
 _BACKENDS: dict[str, Attention] = {"sdpa": fused_attention, "eager": eager_attention}
@@ -217,6 +218,7 @@ class MaskedAttentionAdapter(nn.Module):
         ``short`` allows a mask that ends one token early.
         """
         self._refuse_removed()
+        check_sharding(self, self.model)
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids must be [B, T], not of shape {tuple(input_ids.shape)}.")
         if attention_mask is None:
@@ -243,13 +245,16 @@ class MaskedAttentionAdapter(nn.Module):
             replay = Replay(shadow_mask, starts, lengths, input_ids.shape[1])
             kwargs = {**kwargs, REPLAY_ARGUMENT: replay}
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-        output = module(
+        call = partial(
+            module,
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=(columns - starts[:, None]).clamp(min=0),
             use_cache=False,
             **kwargs,
         )
+        # A part of the model runs with what FSDP2 gathers for the whole: its forward is where FSDP2 starts.
+        output = call() if module is self.model else run_inside(self.model, call)
         missing = [] if replay is None else sorted(set(range(layers)) - replay.applied)
         if missing:
             raise UnsupportedModelError(

@@ -7,7 +7,6 @@ slot may hold any position), so the adapter's mask function keeps the recipe ins
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,21 +14,22 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
 
-@dataclass(eq=False)
 class MaskSpec:
     """One forward pass's attention pattern for one kind of layer; handed down in the place of the mask tensor.
 
-    Not a container that wrappers of modules copy or convert, on purpose. Positions are unpadded; ``columns`` are those
-    of the padded batch.
+    Not a container that wrappers of modules copy or convert, on purpose: FSDP2's mixed precision rebuilds dicts, lists,
+    tuples and dataclasses among the arguments of a layer. Positions are unpadded; ``columns`` are those of the padded
+    batch.
 
     Args:
         arguments: The keyword arguments of the transformers mask function.
     """
 
-    arguments: dict[str, Any]
-    _dense: Tensor | None = field(default=None, init=False)
-    _dense_known: bool = field(default=False, init=False)
-    _padding: Tensor | None = field(default=None, init=False)
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+        self._dense: Tensor | None = None
+        self._dense_known = False
+        self._padding: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Say what is wrong with a model that computes with its mask before attention."""
