@@ -1,7 +1,15 @@
-"""Who samples: the TorchRL policy that evicts, records and scores."""
+"""Who samples: the TorchRL policy that evicts, records and scores, and the environment that asks and pays."""
 
 from smdlib.rollout.actor import SparseActor
+from smdlib.rollout.conversations import DatasetEnv, NextMessage
+from smdlib.rollout.environment import dataset_env
+from smdlib.rollout.rewards import RewardError, RewardFunction
 
 __all__ = [
+    "DatasetEnv",
+    "NextMessage",
+    "RewardError",
+    "RewardFunction",
     "SparseActor",
+    "dataset_env",
 ]

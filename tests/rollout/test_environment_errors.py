@@ -67,7 +67,7 @@ def test_prompt(value, words):
 
 
 def test_messages_need_a_template():
-    with pytest.raises(ValueError, match="row 0.*chat_template"):
+    with pytest.raises(ValueError, match=r"row 0.*chat_template"):
         make([{"prompt": [{"role": "user", "content": "Hi"}]}], tokenizer=PLAIN).reset()
 
 
@@ -104,7 +104,7 @@ def test_policy_that_writes_no_tokens_or_other_prompts():
             row["tokens"].full = torch.cat([torch.zeros(2, dtype=torch.int64), row["tokens", "full"]])
         return batch
 
-    with pytest.raises(ValueError, match="row 0 .* does not start with the"):
+    with pytest.raises(ValueError, match=r"row 0 .* does not start with the"):
         env.step(padded(env.reset()))
 
 

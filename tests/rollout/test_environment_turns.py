@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torchrl.collectors.llm import LLMCollector
@@ -110,7 +112,7 @@ def test_without_a_next_message_the_policy_goes_on():
     batch = make(max_turns=3).rollout(3, Echo(end=False))
     for row in batch.unbind(0):
         turns = [row[turn] for turn in range(3)]
-        for before, after in zip(turns, turns[1:], strict=False):
+        for before, after in pairwise(turns):
             assert after["tokens", "prompt"].tolist() == before["tokens", "full"].tolist()
         assert [bool(turn["next", "truncated"]) for turn in turns] == [False, False, True]
         assert not any(turn["next", "terminated"] for turn in turns)
@@ -139,7 +141,7 @@ def test_collector_with_conversations_of_different_length():
         group = groups.pop()
         assert rows.pop() == group % 5
         samples[group] = samples.get(group, 0) + 1
-        for before, after in zip(conversation, conversation[1:], strict=False):
+        for before, after in pairwise(conversation):
             full, prompt = before["tokens", "full"], after["tokens", "prompt"]
             assert torch.equal(prompt[: len(full)], full) and len(prompt) > len(full)
             assert before["next", "reward"].item() == 0
