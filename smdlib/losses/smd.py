@@ -141,7 +141,8 @@ class SMDLoss(TokenLoss):
         Args:
             tensordict: Batch ``[B]`` of rows.
             policy_items: Items of the whole batch for the policy term, ``loss.grpo.aggregation.count(lengths)`` with
-                the loss tokens of each row, when this is a micro-batch of it.
+                the loss tokens of each row, when this is a micro-batch of it or one rank's part. FSDP2 averages
+                gradients over ranks: multiply the loss by their number (``examples/distributed/fsdp_learner.py``).
             distill_items: Likewise for the distillation term, ``loss.distill.aggregation.count(lengths)``; both or
                 neither.
 
