@@ -16,13 +16,8 @@ from smdlib.cache import CompressedCache
 from smdlib.masks import LanguageHead, MaskedAttentionAdapter, ShadowMask
 from smdlib.policies import Allocation, EvictionPolicy, make_policy
 from smdlib.rollout.generation import Eviction, SampledRow, sample_rows
-from smdlib.rollout.options import resolve_options
-
-_PROMPT = ("tokens", "prompt")
-_PADDED = (
-    "the prompts are padded, and which of their tokens are real cannot be told from a padding token; pass ragged rows, "
-    "lazy_stack([TensorDict({('tokens', 'prompt'): ids}), ...])."
-)
+from smdlib.rollout.inputs import PROMPT, read_prompts
+from smdlib.rollout.options import num_tokens, resolve_options
 
 
 class SparseActor(TensorDictModuleBase):
@@ -94,34 +89,29 @@ class SparseActor(TensorDictModuleBase):
         generate_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.in_keys: Any = [_PROMPT]
+        self.in_keys: Any = [PROMPT]
         self.out_keys = ["tokens", "masks", "log_probs", "text", "shadow", "kv_bytes"]
-        self.adapter = model if isinstance(model, MaskedAttentionAdapter) else MaskedAttentionAdapter(model)
-        self.tokenizer = tokenizer
-        self.options = resolve_options(generate_kwargs, self.model, tokenizer)
-        self.eviction = self._eviction(policy, budget, allocation, evict_every)
-
-    def _eviction(
-        self,
-        policy: EvictionPolicy | str | None,
-        budget: float | int | None,
-        allocation: Allocation | None,
-        evict_every: int | None,
-    ) -> Eviction | None:
-        if policy is None:
-            given = {"budget": budget, "allocation": allocation, "evict_every": evict_every}
-            unused = sorted(name for name, value in given.items() if value is not None)
-            if unused:
-                raise ValueError(f"policy=None keeps every key, so {unused} would have no effect; name a policy.")
-            return None
-        if budget is None:
-            raise ValueError(
-                f"policy={policy!r} needs a budget: a share of the prompt's keys in (0, 1], or a number of keys."
+        bare = model.model if isinstance(model, MaskedAttentionAdapter) else model
+        if not isinstance(bare, PreTrainedModel):
+            wrong = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+            raise TypeError(f"model must be a transformers model or the adapter on it, not {wrong}.")
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise TypeError(
+                f"tokenizer must be a transformers tokenizer, not {type(tokenizer).__name__}: rewards read the text."
             )
-        eviction = Eviction(make_policy(policy), budget, allocation, evict_every)
-        # Refuses settings here that would only show when sampling.
-        CompressedCache(self.model.config, eviction.policy, budget, allocation=allocation, evict_every=evict_every)
-        return eviction
+        # All arguments are checked before the adapter touches the model, so that a second attempt finds it as it was.
+        self.options = resolve_options(generate_kwargs, bare, tokenizer)
+        self.eviction = _eviction(bare.config, policy, budget, allocation, evict_every)
+        self.adapter = model if isinstance(model, MaskedAttentionAdapter) else MaskedAttentionAdapter(bare)
+        self.tokenizer = tokenizer
+        self._check_installed()
+
+    def _check_installed(self) -> None:
+        if not self.adapter.installed:
+            raise RuntimeError(
+                "the MaskedAttentionAdapter was removed from the model, or the model's attention implementation was "
+                "changed since; make a new SparseActor."
+            )
 
     @property
     def model(self) -> PreTrainedModel:
@@ -141,7 +131,8 @@ class SparseActor(TensorDictModuleBase):
             KeyError: if the prompts are missing.
             ValueError: if they are empty or padded, or the batch is not one-dimensional.
         """
-        prompts = _prompts(tensordict, self.tokenizer)
+        self._check_installed()
+        prompts = read_prompts(tensordict, self.tokenizer, num_tokens(self.model))
         rows = sample_rows(self.model, self.tokenizer, prompts, self.options, self.eviction)
         device = tensordict.device
         entries = [self._entry(row) if device is None else self._entry(row).to(device) for row in rows]
@@ -189,29 +180,24 @@ class SparseActor(TensorDictModuleBase):
         return self.adapter.log_probs(input_ids, attention_mask, shadow_mask, temperature)
 
 
-def _prompts(tensordict: TensorDictBase, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-    """Read int64 ``[P]`` of every row."""
-    if tensordict.ndim != 1:
+def _eviction(
+    config: Any,
+    policy: EvictionPolicy | str | None,
+    budget: float | int | None,
+    allocation: Allocation | None,
+    evict_every: int | None,
+) -> Eviction | None:
+    if policy is None:
+        given = {"budget": budget, "allocation": allocation, "evict_every": evict_every}
+        unused = sorted(name for name, value in given.items() if value is not None)
+        if unused:
+            raise ValueError(f"policy=None keeps every key, so {unused} would have no effect; name a policy.")
+        return None
+    if budget is None:
         raise ValueError(
-            f"SparseActor takes a batch of rows [B], not one of shape {tuple(tensordict.shape)}; flatten it with "
-            "reshape(-1)."
+            f"policy={policy!r} needs a budget: a share of the prompt's keys in (0, 1], or a number of keys."
         )
-    rows = [row.get(_PROMPT, None) for row in tensordict.unbind(0)]
-    if not rows or any(row is None for row in rows):
-        found = sorted(map(str, tensordict.keys(include_nested=True)))
-        raise KeyError(
-            f"no prompts at {_PROMPT!r}; the batch has {found}. SparseActor is token in, token out: use an env in "
-            'tokens mode, such as smdlib.rollout.dataset_env or ChatEnv(input_mode="tokens", tokenizer=...).'
-        )
-    if any(bool(row.get(("tokens", "padded"), False)) for row in tensordict.unbind(0)):
-        raise ValueError(_PADDED)
-    prompts = [torch.as_tensor(row).reshape(-1).long() for row in rows]
-    empty = [index for index, prompt in enumerate(prompts) if prompt.numel() == 0]
-    if empty:
-        raise ValueError(f"the prompts of rows {empty} are empty; a response needs at least one token before it.")
-    pad = tokenizer.pad_token_id
-    if pad is not None and pad not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        padded = [index for index, prompt in enumerate(prompts) if int(prompt[0]) == pad]
-        if padded:
-            raise ValueError(f"rows {padded} begin with the padding token {pad}: {_PADDED}")
-    return prompts
+    eviction = Eviction(make_policy(policy), budget, allocation, evict_every)
+    # Refuses settings here that would only show when sampling.
+    CompressedCache(config, eviction.policy, budget, allocation=allocation, evict_every=evict_every)
+    return eviction

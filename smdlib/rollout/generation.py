@@ -80,9 +80,6 @@ def sample_rows(
     """
     device = next(model.parameters()).device
     distinct, index = _distinct(prompts)
-    # A row of one token has nothing to prefill without the token that generate() needs.
-    if min(len(prompt) for prompt in distinct) == 1:
-        distinct, index = list(prompts), torch.arange(len(prompts))
     index = index.to(device)
     ids, mask = _pad_left(distinct, options.pad_token_id, device)
     recorder = ShadowMaskRecorder()
@@ -103,7 +100,10 @@ def sample_rows(
     columns = ids.shape[1]
     log_probs, ends = SampledLogProbs(options.temperature), RowEnds(options, tokenizer, columns)
     with evaluation_mode(model), _own_generation_config(model):
-        if columns > 1 and bool(mask[:, :-1].any(1).all()):
+        # generate() needs the last token; prompts of one token have nothing before it.
+        if columns == 1:
+            ids, mask = ids[index], mask[index]
+        else:
             positions = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)
             # logits_to_keep: nobody reads the prefill's logits.
             model(
@@ -114,7 +114,7 @@ def sample_rows(
                 logits_to_keep=1,
             )
             cache.batch_select_indices(index)
-        ids, mask = ids[index], mask[index]
+            ids, mask = ids[index], mask[index]
         sequences = cast(Any, model).generate(
             input_ids=ids,
             attention_mask=mask,
@@ -130,8 +130,7 @@ def sample_rows(
     if isinstance(cache, CompressedCache):
         shadows, kv_bytes = recorder.shadow_mask(totals), cache.kv_bytes()
     else:
-        layers, heads = int(text_config(model.config).num_hidden_layers), num_kv_heads(model.config)
-        shadows = ShadowMask.dense(len(index), int(totals.max()), layers, heads, device=device)
+        shadows = _dense_shadows(model, sequences, mask, totals)
         kv_bytes = sum(_bytes(layer.keys) + _bytes(layer.values) for layer in cast(list[DynamicLayer], cache.layers))
     return [
         SampledRow(
@@ -143,6 +142,15 @@ def sample_rows(
         )
         for row in range(len(index))
     ]
+
+
+def _dense_shadows(model: PreTrainedModel, sequences: Tensor, mask: Tensor, totals: Tensor) -> ShadowMask:
+    """Return the record of rows that lost no key, with the ids of their tokens: it too is refused for others."""
+    layers, heads = int(text_config(model.config).num_hidden_layers), num_kv_heads(model.config)
+    shadows = ShadowMask.dense(len(sequences), int(totals.max()), layers, heads, device=sequences.device)
+    column = torch.arange(shadows.num_tokens, device=sequences.device) + (mask.shape[1] - mask.sum(1))[:, None]
+    shadows.token_ids = sequences.gather(1, column.clamp(max=sequences.shape[1] - 1)).int()
+    return shadows
 
 
 def _bytes(states: Tensor | None) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 _RESHAPES = (
     "it changes the distribution that tokens are drawn from, and the learner scores the full softmax at one "
@@ -25,6 +26,8 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("remove_invalid_values", "renormalize_logits"), (False, _RESHAPES)),
     "use_cache": (True, "without a cache there is nothing to evict from"),
 }
+# Other values that change nothing, of options that are off when they are None.
+_OFF = {"min_p": 0.0, "min_new_tokens": 0, "guidance_scale": 1.0}
 _REASONS = {
     **dict.fromkeys(
         ("min_p", "top_h", "min_new_tokens", "bad_words_ids", "sequence_bias", "suppress_tokens", "guidance_scale"),
@@ -35,6 +38,10 @@ _REASONS = {
     **dict.fromkeys(("penalty_alpha", "assistant_model", "prompt_lookup_num_tokens", "constraints"), _SEARCHES),
     **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits", "cache", "past_key_values"), _OWN),
     **dict.fromkeys(("input_ids", "inputs", "attention_mask", "position_ids", "tokenizer"), _OWN),
+    **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask"), _RESHAPES),
+    "custom_generate": _SEARCHES,
+    "generation_config": "pass what it should say as options of their own: each of them is checked",
+    "streamer": "rows are sampled as a batch, and streamers take one row",
     "cache_implementation": "the cache is the actor's; choose policy, budget and evict_every instead",
     "max_length": "pass max_new_tokens, which does not depend on the prompt",
 }
@@ -67,6 +74,8 @@ class GenerateOptions:
     def config(self) -> GenerationConfig:
         """Return all of it that transformers' ``generate`` is to know; stopping is `RowEnds`' business."""
         neutral = {name: value for name, (value, _) in _NEUTRAL.items() if hasattr(GenerationConfig(), name)}
+        if not self.do_sample:
+            neutral.pop("top_k")  # greedy decoding never reads it, and warns when it is set
         return GenerationConfig(
             **neutral,
             max_new_tokens=self.max_new_tokens,
@@ -103,50 +112,70 @@ def resolve_options(
     do_sample = given.pop("do_sample", True)
     if not isinstance(do_sample, bool):
         raise ValueError(f"do_sample must be True or False, not {do_sample!r}.")
-    temperature = float(_positive(given.pop("temperature", 1.0), "temperature", float))
+    temperature = float(_positive(given.pop("temperature", 1.0), "temperature", float, "; do_sample=False is greedy"))
     if not do_sample and temperature != 1.0:
         raise ValueError(f"temperature={temperature} has no effect with do_sample=False; leave one of the two out.")
     max_time = given.pop("max_time", None)
     if max_time is not None:
         max_time = float(_positive(max_time, "max_time", float))
-    default = getattr(model.generation_config, "eos_token_id", None)
+    default = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     default = tokenizer.eos_token_id if default is None else default
     eos = _ids(given.pop("eos_token_id", default))
-    pad = given.pop("pad_token_id", tokenizer.pad_token_id)
-    if pad is None:
-        pad = eos[0] if eos else 0
+    pad = _padding(given.pop("pad_token_id", None), model, tokenizer)
     strings = given.pop("stop_strings", None) or ()
     strings = (strings,) if isinstance(strings, str) else tuple(strings)
     if not all(isinstance(string, str) and string for string in strings):
         raise ValueError(f"stop_strings must be non-empty strings, not {strings!r}.")
-    criteria = tuple(given.pop("stopping_criteria", None) or ())
+    criteria = given.pop("stopping_criteria", None) or ()
+    criteria = (criteria,) if isinstance(criteria, StoppingCriteria) else tuple(criteria)
     if not all(isinstance(one, StoppingCriteria) for one in criteria):
         raise TypeError(f"stopping_criteria must be transformers StoppingCriteria, not {criteria!r}.")
     for name, value in given.items():
         _refuse(name, value)
-    return GenerateOptions(max_new_tokens, do_sample, temperature, eos, int(pad), strings, criteria, max_time)
+    return GenerateOptions(max_new_tokens, do_sample, temperature, eos, pad, strings, criteria, max_time)
 
 
 def _refuse(name: str, value: Any) -> None:
     """Accept a neutral value, refuse any other."""
-    if value is None or (name in _NEUTRAL and value == _NEUTRAL[name][0]):
+    arguments = signature(cast(Any, GenerationMixin).generate).parameters
+    if name not in {*vars(GenerationConfig()), *arguments, *_NEUTRAL, *_REASONS}:
+        raise TypeError(
+            f"unknown generate option {name!r}; SparseActor takes max_new_tokens, do_sample, temperature, "
+            "eos_token_id, pad_token_id, stop_strings, stopping_criteria and max_time."
+        )
+    if value is None or (name in _OFF and value == _OFF[name]):
         return
     if name in _NEUTRAL:
         neutral, reason = _NEUTRAL[name]
+        if value == neutral:
+            return
         raise ValueError(f"generate option {name}={value!r} is refused: {reason}. Leave it out (it is {neutral!r}).")
-    if name in _REASONS or hasattr(GenerationConfig(), name):
-        reason = _REASONS.get(name, "SparseActor does not know how to keep its tokens replayable")
-        raise ValueError(f"generate option {name}={value!r} is refused: {reason}.")
-    raise TypeError(
-        f"unknown generate option {name!r}; SparseActor takes max_new_tokens, do_sample, temperature, eos_token_id, "
-        "pad_token_id, stop_strings, stopping_criteria and max_time."
-    )
+    reason = _REASONS.get(name, "SparseActor does not know how to keep its tokens replayable")
+    raise ValueError(f"generate option {name}={value!r} is refused: {reason}.")
 
 
-def _positive(value: Any, name: str, kind: type) -> int | float:
+def _padding(given: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """What stands before short prompts and after ended rows: any token will do, but the model has to know it."""
+    size = num_tokens(model)
+    if given is None:
+        # Tokenizers often have a padding token that the model was never resized for.
+        usual = tokenizer.pad_token_id
+        return usual if isinstance(usual, int) and 0 <= usual and (size is None or usual < size) else 0
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0 or (size is not None and given >= size):
+        raise ValueError(f"pad_token_id must be one of the model's {size} tokens, not {given!r}.")
+    return given
+
+
+def num_tokens(model: PreTrainedModel) -> int | None:
+    """Return how many tokens the model can be fed, or ``None`` if its embedding does not say."""
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return size if isinstance(size, int) else None
+
+
+def _positive(value: Any, name: str, kind: type, hint: str = "") -> int | float:
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed) or not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a positive {'int' if kind is int else 'number'}, not {value!r}.")
+        raise ValueError(f"{name} must be a positive {'int' if kind is int else 'number'}, not {value!r}{hint}.")
     return value
 
 
@@ -154,6 +183,6 @@ def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = (value,) if isinstance(value, int) else tuple(value)
-    if not all(isinstance(one, int) and one >= 0 for one in ids):
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
         raise ValueError(f"eos_token_id must be a token id or a list of them, not {value!r}.")
     return ids

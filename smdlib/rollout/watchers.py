@@ -69,7 +69,9 @@ class RowEnds(StoppingCriteria):
         if options.eos_token_ids:
             self._criteria.append(EosTokenCriteria(list(options.eos_token_ids)))
         if options.stop_strings:
-            self._criteria.append(StopStringCriteria(tokenizer, list(options.stop_strings)))
+            strings = StopStringCriteria(tokenizer, list(options.stop_strings))
+            # Of the response alone: a string that the prompt begins is not the response's.
+            self._criteria.append(lambda ids, scores, **kwargs: strings(ids[:, prompt_columns:], scores, **kwargs))
         self._prompt_columns = prompt_columns
         self._ends: Tensor | None = None
 
