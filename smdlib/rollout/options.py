@@ -14,7 +14,7 @@ _RESHAPES = (
     "temperature, so the first ratio would not be 1"
 )
 _SEARCHES = "it is not plain sampling, so the tokens are no sample of the policy that the record describes"
-_OWN = "SparseActor decides it"
+_OWN = "it is what SparseActor itself gives to generate() and reads from it"
 
 # Values that leave sampling as it is; a model's own generation config does not fill them in.
 _NEUTRAL: dict[str, tuple[Any, str]] = {
@@ -120,16 +120,14 @@ def resolve_options(
         max_time = float(_positive(max_time, "max_time", float))
     default = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     default = tokenizer.eos_token_id if default is None else default
-    eos = _ids(given.pop("eos_token_id", default))
+    eos = _several(given.pop("eos_token_id", default), "eos_token_id", int)
+    if any(isinstance(one, bool) or one < 0 for one in eos):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, not {eos!r}.")
     pad = _padding(given.pop("pad_token_id", None), model, tokenizer)
-    strings = given.pop("stop_strings", None) or ()
-    strings = (strings,) if isinstance(strings, str) else tuple(strings)
-    if not all(isinstance(string, str) and string for string in strings):
-        raise ValueError(f"stop_strings must be non-empty strings, not {strings!r}.")
-    criteria = given.pop("stopping_criteria", None) or ()
-    criteria = (criteria,) if isinstance(criteria, StoppingCriteria) else tuple(criteria)
-    if not all(isinstance(one, StoppingCriteria) for one in criteria):
-        raise TypeError(f"stopping_criteria must be transformers StoppingCriteria, not {criteria!r}.")
+    strings = _several(given.pop("stop_strings", None), "stop_strings", str)
+    if not all(strings):
+        raise ValueError(f"stop_strings must not be empty, as one of {strings!r} is.")
+    criteria = _several(given.pop("stopping_criteria", None), "stopping_criteria", StoppingCriteria)
     for name, value in given.items():
         _refuse(name, value)
     return GenerateOptions(max_new_tokens, do_sample, temperature, eos, pad, strings, criteria, max_time)
@@ -179,10 +177,11 @@ def _positive(value: Any, name: str, kind: type, hint: str = "") -> int | float:
     return value
 
 
-def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+def _several(value: Any, name: str, kind: type) -> tuple[Any, ...]:
+    """Return one object, several of them or ``None`` as a tuple."""
     if value is None:
         return ()
-    ids = (value,) if isinstance(value, int) else tuple(value)
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
-        raise ValueError(f"eos_token_id must be a token id or a list of them, not {value!r}.")
-    return ids
+    items = (value,) if isinstance(value, kind) or not isinstance(value, Sequence) else tuple(value)
+    if not all(isinstance(one, kind) for one in items):
+        raise TypeError(f"{name} must be of {kind.__name__}, one or several, not {value!r}.")
+    return items
