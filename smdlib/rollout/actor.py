@@ -24,8 +24,8 @@ class SparseActor(TensorDictModuleBase):
     """Samples responses with a compressed cache and records what was seen; token in, token out.
 
     A policy for ``env.rollout`` and TorchRL's ``LLMCollector`` (with an env in tokens mode, such as `dataset_env`),
-    and the ``actor`` of smdlib's losses. Each distinct prompt of a batch is prefilled once. Sampling is in eval mode and
-    leaves every module's mode as it was. Under ``torch.autocast`` the learner has to run under the same autocast.
+    and the ``actor`` of smdlib's losses. Each distinct prompt of a batch is prefilled once. Sampling is in eval mode
+    and leaves every module's mode as it was. Under ``torch.autocast`` the learner has to run under the same autocast.
 
     Reads ``("tokens", "prompt")``: int64 ``[P]`` per row, ragged or one ``[B, P]`` without padding. Writes rows without
     padding, as a lazy stack:
