@@ -2,11 +2,24 @@
 
 A prompt is a chat. Its first turn holds the register, one line ``name: code`` per office, and two questions are
 answered in the form of such a line before the last one is asked. The form matters: repeating the name leads a small
-model to the code, and with the bare code as an answer SmolLM2-135M finds hardly any. The answer stands in the prompt
-once, as one of 30 codes.
+model to the code; with the bare code as an answer SmolLM2-135M found 1 of 12. The answer stands in the prompt once, as
+one of 30 codes.
 
 The question stands inside the prompt, at its end, so a policy that scores keys by the last queries (SnapKV) knows what
 is asked before it evicts. That is the mild case: how well keys are chosen *without* the question is not tested here.
+
+Before training, SmolLM2-135M-Instruct (float32) earns on 64 rows of ``make_rows(64, seed=1)``, 421 to 434 tokens long:
+
+============  ======  ===============  =================
+keys kept     greedy  temperature 0.7  temperature 1
+============  ======  ===============  =================
+all           .48     .27 (128)        .24 (128 samples)
+SnapKV 50 %   .39     .33 (256)        .23 (512)
+Random 50 %   .00                      .00 (64)
+============  ======  ===============  =================
+
+At temperature 1 under SnapKV, 56 % of the groups of 8 hold both right and wrong answers; a response has 11 tokens on
+average, and 43 / 90 / 97 % end within 10 / 12 / 16.
 """
 
 from __future__ import annotations
