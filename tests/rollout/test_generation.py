@@ -197,7 +197,10 @@ def test_weights_and_gradients_are_left_alone():
         name: (one.detach().clone(), one.requires_grad, None if one.grad is None else one.grad.clone())
         for name, one in actor.named_parameters()
     }
+    recording = []
+    actor.model.model.register_forward_hook(lambda *_: recording.append(torch.is_grad_enabled()))
     rows = run(actor, prompts)
+    assert recording == [False] * 7  # the prefill, too
     for name, one in actor.named_parameters():
         value, wanted, gradient = before[name]
         assert torch.equal(one, value) and one.requires_grad == wanted

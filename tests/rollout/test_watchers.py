@@ -156,7 +156,7 @@ def test_max_time_ends_all_rows():
 def test_row_ends_by_hand():
     options = resolve_options({"eos_token_id": [7, 8]}, byte_model(), byte_tokenizer())
     ends = RowEnds(options, byte_tokenizer(), prompt_columns=2)
-    tokens = torch.tensor([[7, 7, 1, 2, 8, 7], [1, 7, 7, 7, 7, 7], [1, 1, 1, 1, 1, 1]])  # the prompts have some, too
+    tokens = torch.tensor([[7, 7, 1, 2, 8, 1], [1, 7, 7, 7, 7, 7], [1, 1, 1, 1, 1, 1]])  # the prompts have some, too
     done = [ends(tokens[:, :columns], None).tolist() for columns in (3, 4, 5, 6)]
     assert done == [[False, True, False], [False, True, False], [True, True, False], [True, True, False]]
     assert ends.lengths(4).tolist() == [3, 1, 4]
