@@ -12,8 +12,9 @@ from smdlib.losses.aggregate import Aggregation, TokenMean
 from smdlib.losses.base import TokenLoss, check_weight
 from smdlib.losses.linear import TokenScores
 from smdlib.losses.metrics import token_mean
-from smdlib.losses.scoring import predicting_states, score_states, teacher_states
+from smdlib.losses.scoring import run_views, score_states
 from smdlib.losses.tokens import TokenBatch, read_tokens
+from smdlib.masks import View
 
 
 class DenseToSparseKLOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces it: see below)
@@ -102,8 +103,8 @@ class DenseToSparseKL(TokenLoss):
             KeyError: if an entry is missing, the shadow mask among them.
         """
         batch = read_tokens(tensordict, self.tensor_keys, shadow=True, policy=False)
-        states = predicting_states(self.actor_network, batch, batch.shadow)
-        teacher = teacher_states(self.actor_network, batch)
+        views = View(batch.shadow), View(None, gradient=False)
+        states, teacher = run_views(self.actor_network, batch, *views).states
         scores = score_states(self.actor_network, batch, states, self.temperature, teacher, self.reverse)
         return self.from_scores(scores, batch, num_items)
 

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from smdlib.losses.aggregate import divide_by_items
 from smdlib.losses.base import TokenLoss
-from smdlib.losses.scoring import predicting_states, score_states
+from smdlib.losses.scoring import run_views, score_states
 from smdlib.losses.segments import segment_sum
 from smdlib.losses.tokens import read_tokens
+from smdlib.masks import View
 
 
 class OnlineDPOLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces it: see below)
@@ -84,7 +85,7 @@ class OnlineDPOLoss(TokenLoss):
                 f"{lengths.tolist()} loss tokens."
             )
         assert batch.ref_log_probs is not None and batch.advantage is not None
-        states = predicting_states(self.actor_network, batch, batch.shadow)
+        (states,) = run_views(self.actor_network, batch, View(batch.shadow)).states
         log_probs = score_states(self.actor_network, batch, states, self.temperature).log_probs
         favour = segment_sum(log_probs - batch.ref_log_probs, lengths).reshape(-1, 2)
         # A row's own value, not a mean of copies of it: rounding would prefer one of two equal rewards.

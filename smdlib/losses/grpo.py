@@ -14,9 +14,10 @@ from smdlib.losses.corrections import Correction
 from smdlib.losses.linear import TokenScores
 from smdlib.losses.metrics import effective_sample_size, mismatch_k1, mismatch_k3, token_mean
 from smdlib.losses.ratio import Ratio, TokenRatio
-from smdlib.losses.scoring import predicting_states, score_states
+from smdlib.losses.scoring import run_views, score_states
 from smdlib.losses.surrogate import RATIO_BOUND, ClippedSurrogate, Surrogate
 from smdlib.losses.tokens import TokenBatch, read_tokens
+from smdlib.masks import View
 
 
 class GRPOLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces it: see below)
@@ -34,6 +35,7 @@ class GRPOLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replac
     kl_to_ref: Tensor | None = None
     rejected_fraction: Tensor | None = None
     retained_keys: Tensor | None = None
+    prompts_per_row: Tensor | None = None
 
 
 # TensorClass puts a signature in the place of a docstring.
@@ -58,6 +60,8 @@ Attributes:
     kl_to_ref: Mean k3 estimate of KL(policy || reference) in nats; ``None`` without one.
     rejected_fraction: Share that the correction rejected; ``None`` without one.
     retained_keys: Share of the keys that response queries could see; ``None`` for dense data.
+    prompts_per_row: Prompts computed per row: ``1 / G`` where each group of G rows shared its prompt, 1 where every row
+        was run whole.
 """
 
 
@@ -174,8 +178,11 @@ class GRPOLoss(TokenLoss):
             ValueError: if entries disagree, or a loss token has no finite sampled log-prob.
         """
         batch = self.read(tensordict, shadow=not self.dense)
-        states = predicting_states(self.actor_network, batch, batch.shadow)
-        return self.from_scores(score_states(self.actor_network, batch, states, self.temperature), batch, num_items)
+        passes = run_views(self.actor_network, batch, View(batch.shadow))
+        scores = score_states(self.actor_network, batch, passes.states[0], self.temperature)
+        output = self.from_scores(scores, batch, num_items)
+        output.prompts_per_row = scores.log_probs.new_tensor(passes.prompts_per_row)
+        return output
 
     def from_scores(
         self, scores: TokenScores, batch: TokenBatch, num_items: Tensor | int | None = None

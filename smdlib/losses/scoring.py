@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from smdlib.losses.fused_head import HeadTransform
 from smdlib.losses.linear import TokenScores, linear_scores
 from smdlib.losses.metrics import acceptance
 from smdlib.losses.tokens import TokenBatch
-from smdlib.masks import LanguageHead, ShadowMask
+from smdlib.masks import LanguageHead, ShadowMask, View
 
 
 @runtime_checkable
 class Actor(Protocol):
-    """What a loss needs of its policy; `smdlib.masks.MaskedAttentionAdapter` is one."""
+    """What a loss needs of its policy; `smdlib.masks.MaskedAttentionAdapter` is one.
+
+    An actor that also has ``response_states``, as the adapter has, is asked for all passes of a loss at once.
+    """
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, shadow_mask: ShadowMask | None) -> Tensor:
         """Return the last hidden states ``[B, T, D]`` under the mask, dense where it is ``None``."""
@@ -27,25 +30,33 @@ class Actor(Protocol):
         ...
 
 
-def predicting_states(actor: Actor, batch: TokenBatch, shadow: ShadowMask | None) -> Tensor:
-    """Run the actor and keep the states that predict loss tokens.
+class Passes(NamedTuple):
+    """States ``[N, D]`` that predict the loss tokens, one tensor a view, and prompts computed per row."""
+
+    states: list[Tensor]
+    prompts_per_row: float
+
+
+def run_views(actor: Actor, batch: TokenBatch, *views: View) -> Passes:
+    """Run the actor in several views and keep the states that predict loss tokens.
 
     Args:
-        actor: The policy.
+        actor: The policy; one with ``response_states``, as the adapter has, computes each prompt once.
         batch: Rows of tokens.
-        shadow: Mask of the pass, ``None`` for a dense one.
+        *views: Masked or dense, with gradient or without.
 
     Returns:
-        ``[N, D]``, row after row.
+        The states, row after row.
     """
-    hidden = actor.hidden_states(batch.input_ids, batch.attention_mask, shadow)
-    return hidden[:, :-1][batch.loss_mask[:, 1:]]
-
-
-@torch.no_grad()
-def teacher_states(actor: Actor, batch: TokenBatch) -> Tensor:
-    """Run the dense teacher, without gradient; ``[N, D]``."""
-    return predicting_states(actor, batch, None)
+    shared = getattr(actor, "response_states", None)
+    if shared is not None:
+        return Passes(*shared(batch.input_ids, batch.attention_mask, batch.loss_mask, views))
+    states = []
+    for view in views:
+        with torch.set_grad_enabled(view.gradient and torch.is_grad_enabled()):
+            hidden = actor.hidden_states(batch.input_ids, batch.attention_mask, view.shadow)
+            states.append(hidden[:, :-1][batch.loss_mask[:, 1:]])
+    return Passes(states, 1.0)
 
 
 def score_states(

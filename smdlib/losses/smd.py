@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from smdlib.losses.base import TokenLoss
 from smdlib.losses.distill import DenseToSparseKL
 from smdlib.losses.grpo import GRPOLoss
-from smdlib.losses.scoring import acceptance_rates, predicting_states, score_states, teacher_states
+from smdlib.losses.scoring import acceptance_rates, run_views, score_states
 from smdlib.losses.tokens import TokenKeys
+from smdlib.masks import View
 
 
 class SMDLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replaces it: see below)
@@ -29,6 +30,7 @@ class SMDLossOutput(TensorClass["nocast"]):  # noqa: D101 (the decorator replace
     kl_to_ref: Tensor | None = None
     rejected_fraction: Tensor | None = None
     retained_keys: Tensor | None = None
+    prompts_per_row: Tensor | None = None
     acceptance_p5: Tensor | None = None
 
 
@@ -159,17 +161,16 @@ class SMDLoss(TokenLoss):
             )
         actor, reverse = self.actor_network, self.distill.reverse
         batch = self.grpo.read(tensordict, shadow=True)
-        masked = predicting_states(actor, batch, batch.shadow)
-        if self.grpo.dense:
-            dense = predicting_states(actor, batch, None)
-            policy_scores = score_states(actor, batch, dense, self.temperature)
-        else:
-            dense, policy_scores = teacher_states(actor, batch), None
+        (masked, dense), prompts_per_row = run_views(
+            actor, batch, View(batch.shadow), View(None, gradient=self.grpo.dense)
+        )
+        policy_scores = score_states(actor, batch, dense, self.temperature) if self.grpo.dense else None
         scores = score_states(actor, batch, masked, self.temperature, dense.detach(), reverse)
         policy = self.grpo.from_scores(policy_scores or scores, batch, policy_items)
         distill = self.distill.from_scores(scores, batch, distill_items)
         merged = dict(policy.items()) | dict(distill.items())
         output = SMDLossOutput(**merged, batch_size=[])  # pyright: ignore[reportArgumentType]
+        output.prompts_per_row = masked.new_tensor(prompts_per_row)
         if self.acceptance and dense.shape[0]:
             rates = acceptance_rates(actor, dense.detach(), masked.detach(), self.temperature)
             output.acceptance_p5 = rates.quantile(0.05)

@@ -7,6 +7,7 @@ from smdlib.masks.head import LanguageHead
 from smdlib.masks.plot import plot_retained_keys
 from smdlib.masks.recorder import ShadowMaskRecorder
 from smdlib.masks.shadow import NEVER, ShadowMask
+from smdlib.masks.shared import View
 
 __all__ = [
     "NEVER",
@@ -15,6 +16,7 @@ __all__ = [
     "ShadowMask",
     "ShadowMaskFileError",
     "ShadowMaskRecorder",
+    "View",
     "attention_mass",
     "plot_retained_keys",
 ]

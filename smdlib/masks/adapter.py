@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -23,9 +24,10 @@ from smdlib.masks.attention import REPLAY_ARGUMENT, Attention, eager_attention, 
 from smdlib.masks.calls import prepare_call
 from smdlib.masks.head import LanguageHead, check_head, language_head
 from smdlib.masks.installation import NAMES, owner_of, previous_implementation, resolve_backend, take_over
-from smdlib.masks.replay import Replay, check_fits, check_tokens, row_starts
+from smdlib.masks.replay import Pass, Replay, check_fits, check_tokens, row_starts
 from smdlib.masks.shadow import ShadowMask
-from smdlib.masks.sharding import check_sharding, run_inside
+from smdlib.masks.sharding import agree, check_sharding, is_sharded, run_inside
+from smdlib.masks.shared import PromptPass, ResponsePass, View, split_rows, tie
 from smdlib.masks.spec import mask_spec
 
 _BACKENDS: dict[str, Attention] = {"sdpa": fused_attention, "eager": eager_attention}
@@ -43,6 +45,7 @@ class MaskedAttentionAdapter(nn.Module):
         model: A transformers causal language model.
         backend: ``"sdpa"``, ``"eager"``, or ``"auto"``: sdpa, except for models that cap logits, have sinks or do not
             support it, which take their own eager attention.
+        share_prompts: Let `response_states`, and with it the losses, compute each distinct prompt of a batch once.
 
     Raises:
         UnsupportedModelError: if attention of this architecture cannot be evicted and replayed exactly.
@@ -66,7 +69,7 @@ class MaskedAttentionAdapter(nn.Module):
         (torch.Size([1, 6]), nan)
     """
 
-    def __init__(self, model: PreTrainedModel, backend: str = "auto") -> None:
+    def __init__(self, model: PreTrainedModel, backend: str = "auto", *, share_prompts: bool = True) -> None:
         super().__init__()
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
@@ -81,6 +84,7 @@ class MaskedAttentionAdapter(nn.Module):
         previous = previous_implementation(model)
         self.model = model
         self.backend = resolve_backend(model, previous, backend)
+        self.share_prompts = share_prompts
         self._previous = previous
         self._head_checked = False
         self._register()
@@ -204,6 +208,55 @@ class MaskedAttentionAdapter(nn.Module):
             self._head_checked = True
         return head
 
+    def response_states(
+        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, views: Sequence[View]
+    ) -> tuple[list[Tensor], float]:
+        """Run the model up to its head in several views, and keep the states that predict loss tokens.
+
+        Each distinct prompt is computed once, in one plain causal pass, for all rows and all views; the responses
+        attend to the prompt's keys that their record left them. Where a prompt cannot be shared (keys evicted while
+        the prompt was still read, a prompt of one token), every row is run whole in every view.
+
+        Args:
+            input_ids: int64 ``[B, T]``.
+            attention_mask: ``[B, T]``, 1 for real tokens; padding on the left or right.
+            loss_mask: bool ``[B, T]``.
+            views: What the responses see; a record may end one token early.
+
+        Returns:
+            States ``[N, D]`` of each view, row after row, and prompts computed per row: ``1 / G`` for groups of G
+            rows, 1 where every row was run whole.
+
+        Raises:
+            ValueError: as `forward`.
+            UnsupportedModelError: as `forward`.
+        """
+        starts, lengths = self._checked(input_ids, attention_mask, [view.shadow for view in views])
+        shadows = [view.shadow for view in views if view.shadow is not None]
+        rows = split_rows(input_ids, starts, lengths, loss_mask, shadows) if self.share_prompts else None
+        if not agree(self.model, rows is not None) or rows is None:
+            states = []
+            for view in views:
+                with torch.set_grad_enabled(view.gradient and torch.is_grad_enabled()):
+                    hidden = self.hidden_states(input_ids, attention_mask, view.shadow)
+                    states.append(hidden[:, :-1][loss_mask[:, 1:]])
+            return states, 1.0
+        prompt = PromptPass()
+        columns = torch.arange(rows.prompts.shape[1], device=input_ids.device).expand_as(rows.prompts)
+        with torch.set_grad_enabled(any(view.gradient for view in views) and torch.is_grad_enabled()):
+            read = self._pass(self.model.base_model, prompt, input_ids=rows.prompts, position_ids=columns)
+        prompt.seal()
+        whole = read.last_hidden_state if is_sharded(self.model) else None
+        positions = rows.first[:, None] + torch.arange(rows.tokens.shape[1], device=input_ids.device)
+        states = []
+        for view in views:
+            with torch.set_grad_enabled(view.gradient and torch.is_grad_enabled()):
+                responses = ResponsePass(prompt, rows, view)
+                output = self._pass(self.model.base_model, responses, input_ids=rows.tokens, position_ids=positions)
+                wanted = output.last_hidden_state.flatten(0, 1)[rows.wanted]
+                states.append(wanted if whole is None or not view.gradient else tie(wanted, whole))
+        return states, len(rows.prompts) / len(input_ids)
+
     def _run(
         self,
         module: nn.Module,
@@ -213,16 +266,29 @@ class MaskedAttentionAdapter(nn.Module):
         kwargs: dict[str, Any],
         short: bool = False,
     ) -> Any:
-        """Check the arguments, run ``module`` under the mask, and make sure that every layer applied it.
+        """Check the arguments and run ``module`` under the mask; ``short`` allows one that ends one token early."""
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        starts, lengths = self._checked(input_ids, attention_mask, [shadow_mask], short)
+        replay = None if shadow_mask is None else Replay(shadow_mask, starts, lengths, input_ids.shape[1])
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        positions = (columns - starts[:, None]).clamp(min=0)
+        return self._pass(
+            module, replay, input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, **kwargs
+        )
 
-        ``short`` allows a mask that ends one token early.
-        """
+    def _checked(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        shadow_masks: Sequence[ShadowMask | None],
+        short: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Check the arguments of a pass; return where the rows start and how long they are, int64 ``[B]``."""
         self._refuse_removed()
         check_sharding(self, self.model)
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids must be [B, T], not of shape {tuple(input_ids.shape)}.")
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
         if attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"attention_mask {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)} differ in shape."
@@ -232,8 +298,9 @@ class MaskedAttentionAdapter(nn.Module):
         refuse_active_dropout(self.model, "scoring")
         starts, lengths = row_starts(attention_mask.bool())
         layers, heads = int(text_config(self.model.config).num_hidden_layers), num_kv_heads(self.model.config)
-        replay = None
-        if shadow_mask is not None:
+        for shadow_mask in shadow_masks:
+            if shadow_mask is None:
+                continue
             check_fits(shadow_mask, lengths, input_ids.shape[1], layers, heads, int(short))
             limit = rope_limit(self.model.config)
             if limit is not None and int(lengths.max()) > limit:
@@ -242,20 +309,17 @@ class MaskedAttentionAdapter(nn.Module):
                     "embedding does not depend on the length; they cannot be replayed exactly."
                 )
             check_tokens(shadow_mask, input_ids, starts, lengths)
-            replay = Replay(shadow_mask, starts, lengths, input_ids.shape[1])
-            kwargs = {**kwargs, REPLAY_ARGUMENT: replay}
-        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-        call = partial(
-            module,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=(columns - starts[:, None]).clamp(min=0),
-            use_cache=False,
-            **kwargs,
-        )
+        return starts, lengths
+
+    def _pass(self, module: nn.Module, what: Pass | None, **kwargs: Any) -> Any:
+        """Run ``module`` without a cache, and make sure that every layer applied ``what``."""
+        if what is not None:
+            kwargs[REPLAY_ARGUMENT] = what
+        call = partial(module, use_cache=False, **kwargs)
         # A part of the model runs with what FSDP2 gathers for the whole: its forward is where FSDP2 starts.
         output = call() if module is self.model else run_inside(self.model, call)
-        missing = [] if replay is None else sorted(set(range(layers)) - replay.applied)
+        layers = int(text_config(self.model.config).num_hidden_layers)
+        missing = [] if what is None else sorted(set(range(layers)) - what.applied)
         if missing:
             raise UnsupportedModelError(
                 f"layers {missing} of {type(self.model).__name__} ran without the shadow mask: the model does not hand "

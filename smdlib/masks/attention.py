@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from smdlib.cache.layer import cache_layer_of
 from smdlib.cache.support import refuse_dropout
-from smdlib.masks.replay import Replay
+from smdlib.masks.replay import Pass
 from smdlib.masks.spec import MaskSpec
 from smdlib.policies.mass import received_attention
 
@@ -201,7 +201,7 @@ def shadow_attention(
         scaling: Factor of the logits.
         dropout: Probability of dropping a weight.
         inner: `fused_attention` or `eager_attention`.
-        **kwargs: What the model passes on, a `Replay` among it while replaying.
+        **kwargs: What the model passes on, a `Pass` among it while scoring.
 
     Returns:
         ``(output [B, Q, Hq, D], weights or None)``.
@@ -209,7 +209,7 @@ def shadow_attention(
     Raises:
         ValueError: if the model brings a mask of its own making while keys are evicted or replayed.
     """
-    replay: Replay | None = kwargs.pop(REPLAY_ARGUMENT, None)
+    replay: Pass | None = kwargs.pop(REPLAY_ARGUMENT, None)
     cached = cache_layer_of(key)
     if not isinstance(attention_mask, MaskSpec):
         if cached is not None or replay is not None:
@@ -224,7 +224,7 @@ def shadow_attention(
     if replay is not None:
         if cached is not None:
             raise ValueError("a recorded mask is replayed without a cache; pass either a CompressedCache or a record.")
-        visible = replay.visible(_layer_idx(module), attention_mask, query.device)
+        key, value, visible = replay.seen(_layer_idx(module), key, value, attention_mask)
         return inner(module, query, key, value, visible, scaling, dropout, **kwargs)
     if cached is None:
         return inner(module, query, key, value, attention_mask.dense(query.device), scaling, dropout, **kwargs)

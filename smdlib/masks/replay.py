@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,26 @@ def row_starts(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     return starts, lengths
 
 
+class Pass(Protocol):
+    """What a pass of the learner hands to attention; remembers which layers have applied it."""
+
+    applied: set[int]
+
+    def seen(self, layer_idx: int, key: Tensor, value: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Say what one layer attends to.
+
+        Args:
+            layer_idx: Index of the layer.
+            key: ``[B, H, C, D]`` of this pass's tokens.
+            value: ``[B, H, C, D]``.
+            spec: The model's own pattern.
+
+        Returns:
+            Keys and values ``[B, H, K, D]``, and bool ``[B, 1 | H, C, K]`` or ``None`` for plain causal attention.
+        """
+        ...
+
+
 class Replay:
     """One pass's evictions on padded columns; remembers which layers have applied it.
 
@@ -57,8 +79,11 @@ class Replay:
         self._query = position
         self.applied: set[int] = set()
 
-    def visible(self, layer_idx: int, spec: MaskSpec, device: torch.device) -> Tensor:
-        """Return what the queries of one layer may see, bool ``[B, H, C, C]``, the model's own pattern included."""
+    def seen(self, layer_idx: int, key: Tensor, value: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys and values as they are, and what may be seen, bool ``[B, H, C, C]``; see `Pass`."""
+        return key, value, self._visible(layer_idx, spec, key.device)
+
+    def _visible(self, layer_idx: int, spec: MaskSpec, device: torch.device) -> Tensor:
         self.applied.add(layer_idx)
         query, gone = self._query.to(device), self._evicted_at[layer_idx].to(device)
         shadow = query[:, None, :, None] < gone[:, :, None, :]

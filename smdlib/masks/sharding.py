@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
@@ -86,6 +87,26 @@ def sharded_owner(model: nn.Module, layer: nn.Module) -> nn.Module | None:
         if not path:
             return None
         path = path.rpartition(".")[0]
+
+
+def agree(module: nn.Module, mine: bool) -> bool:
+    """Whether all ranks that share the parameters of ``module`` say so; FSDP2 hangs where ranks run other passes.
+
+    Args:
+        module: A model.
+        mine: This rank's answer.
+
+    Example:
+        >>> agree(nn.Linear(2, 2), True)
+        True
+    """
+    if not is_sharded(module):
+        return mine
+    import torch.distributed as dist
+
+    flag = torch.tensor(int(mine), device=next(module.parameters()).device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def check_sharding(adapter: nn.Module, model: nn.Module) -> None:

@@ -102,6 +102,25 @@ class MaskSpec:
         key = (positions + padding[:, None, None])[:, :, None, :]
         return pattern(row, head, query, key.clamp(min=0)) & (positions >= 0)[:, :, None, :]
 
+    def between(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """Evaluate the pattern at arbitrary queries and keys of rows without padding.
+
+        Args:
+            queries: int64 ``[B, Q]``, unpadded positions.
+            positions: int64 ``[B, H, K]``, unpadded key positions, ``-1`` for no key.
+
+        Returns:
+            bool ``[B, H, Q, K]``.
+
+        Raises:
+            ValueError: if the model overlays a mask that cannot be evaluated key by key.
+        """
+        device = positions.device
+        row = torch.arange(positions.shape[0], device=device)[:, None, None, None]
+        head = torch.arange(positions.shape[1], device=device)[None, :, None, None]
+        key = positions[:, :, None, :]
+        return self._pattern()(row, head, queries[:, None, :, None], key.clamp(min=0)) & (key >= 0)
+
     def _pattern(self) -> Callable[..., Tensor]:
         if self.arguments.get("use_vmap"):
             raise ValueError(

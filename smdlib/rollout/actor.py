@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Text, Tokens
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from smdlib.cache import CompressedCache
-from smdlib.masks import LanguageHead, MaskedAttentionAdapter, ShadowMask
+from smdlib.masks import LanguageHead, MaskedAttentionAdapter, ShadowMask, View
 from smdlib.policies import Allocation, EvictionPolicy, make_policy
 from smdlib.rollout.generation import Eviction, SampledRow, sample_rows
 from smdlib.rollout.inputs import PROMPT, read_prompts
@@ -165,6 +165,12 @@ class SparseActor(TensorDictModuleBase):
     ) -> Tensor:
         """Run the model up to its head under a mask; see `smdlib.masks.MaskedAttentionAdapter.hidden_states`."""
         return self.adapter.hidden_states(input_ids, attention_mask, shadow_mask)
+
+    def response_states(
+        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, views: Sequence[View]
+    ) -> tuple[list[Tensor], float]:
+        """Run each prompt once for several passes; see `smdlib.masks.MaskedAttentionAdapter.response_states`."""
+        return self.adapter.response_states(input_ids, attention_mask, loss_mask, views)
 
     def head(self) -> LanguageHead:
         """Return what turns hidden states into logits; see `smdlib.masks.MaskedAttentionAdapter.head`."""

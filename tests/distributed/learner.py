@@ -142,9 +142,11 @@ def hybrid(model):
 
 
 def sampled_rows(adapter: MaskedAttentionAdapter, seed: int = 0) -> list[tuple]:
-    """Four rows of unequal prompts and responses, sampled under eviction; then the weights move."""
+    """Four rows, two of one prompt, of unequal lengths, sampled under eviction; then the weights move."""
+    ids, mask = ragged_prompts([14, 6, 14, 11], VOCAB, seed)
+    ids[2] = ids[0]
     taken = sample(
-        adapter.model, "streaming", 0.5, prompts=ragged_prompts([14, 6, 9, 11], VOCAB, seed), new_tokens=7,
+        adapter.model, "streaming", 0.5, prompts=(ids, mask), new_tokens=7,
         evict_every=1, eos=[3, 4, 5, 6], ends={1: 3, 2: 5}, seed=seed,
     )  # fmt: skip
     with torch.no_grad():
@@ -200,12 +202,20 @@ SPLITS = {
     "three rows and one": lambda rows: [rows[:3], rows[3:]],
     "one row and three": lambda rows: [rows[1:2], [rows[0], rows[2], rows[3]]],
     "no loss tokens on one": lambda rows: [rows[:2], [silent(row) for row in rows[2:]]],
+    "prompts shared on one": lambda rows: [rows[:3], [evicted_early(row) for row in rows[3:]]],
 }
 
 
 def silent(row: tuple) -> tuple:
     """The same row without a response."""
     return (row[0], row[1], torch.full_like(row[2], torch.nan), len(row[0]), row[4])
+
+
+def evicted_early(row: tuple) -> tuple:
+    """The same row, with a key that was evicted while its prompt was read: no prompt pass can serve it."""
+    evicted_at = row[1].evicted_at.clone()
+    evicted_at[0] = 2
+    return (row[0], ShadowMask(evicted_at=evicted_at, batch_size=[]), *row[2:])
 
 
 def compare(
@@ -257,6 +267,7 @@ def compare(
         "parameters": len(list(alone.parameters())),
         "acceptance": value.acceptance_p5 is not None,
         "calls": len(calls),
+        "prompts": float(value.prompts_per_row),
     }
 
 

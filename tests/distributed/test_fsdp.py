@@ -57,9 +57,15 @@ def test_loss_and_gradients_equal_one_process(ranks, name):
 
 @pytest.mark.parametrize("model", ["untied", "tied", "soft-capped head"])
 def test_checkpointing_ran_the_layers_again(ranks, model):
-    # Twice (masked and dense), twice for the check of the head, and once more in the backward pass.
-    assert [found["calls"] for found in outcome(ranks, f"{model}, without checkpointing")] == [4, 4]
-    assert [found["calls"] for found in outcome(ranks, f"{model}, with checkpointing")] == [5, 5]
+    # Prompts, masked and dense responses, twice for the check of the head, and two more in the backward pass.
+    assert [found["calls"] for found in outcome(ranks, f"{model}, without checkpointing")] == [5, 5]
+    assert [found["calls"] for found in outcome(ranks, f"{model}, with checkpointing")] == [7, 7]
+
+
+def test_prompts_are_shared_where_all_ranks_can(ranks):
+    assert [found["prompts"] for found in outcome(ranks, "three rows and one")] == [pytest.approx(2 / 3), 1.0]
+    # A rank that ran other passes than the rest would wait for them forever.
+    assert [found["prompts"] for found in outcome(ranks, "prompts shared on one")] == [1.0, 1.0]
 
 
 def test_the_loss_has_to_be_multiplied_by_the_number_of_ranks(ranks):

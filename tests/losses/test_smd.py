@@ -78,6 +78,7 @@ def test_sequence_mean_and_direction_of_the_distillation(reverse):
 @pytest.mark.parametrize("dense", [False, True], ids=["smd", "track 2"])
 def test_one_masked_and_one_dense_pass(dense):
     adapter, batch, _ = rollout()
+    adapter.share_prompts = False
     loss = SMDLoss(adapter, grpo=GRPOLoss(adapter, dense=dense), acceptance=True)
     adapter.head()  # checked against the model's logits once
     passes, logits = [], []
