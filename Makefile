@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo test lint format docs clean
+.PHONY: help setup demo train test lint format docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## run the quickstart on a pretrained model
 	$(BIN)/python examples/quickstart.py $(ARGS)
+
+# QUICK=1 takes the same path in a few minutes.
+QUICK_TRAIN := --updates 4 --prompts 2 --eval-prompts 4 --eval-every 4 --save-every 2 --out runs/quick
+train: $(STAMP) ## train a pretrained model with SMD (QUICK=1: a few updates)
+	$(BIN)/python examples/train_smd.py $(if $(QUICK),$(QUICK_TRAIN)) $(ARGS)
 
 # One thread per worker: more threads than cores only get in each other's way.
 # Offline: a test that reaches for the network is a mistake, and should fail at once.
