@@ -4,6 +4,7 @@ from smdlib.rollout.actor import SparseActor
 from smdlib.rollout.conversations import DatasetEnv, NextMessage
 from smdlib.rollout.environment import dataset_env
 from smdlib.rollout.rewards import RewardError, RewardFunction
+from smdlib.rollout.weights import policy_versions, push_weights
 
 __all__ = [
     "DatasetEnv",
@@ -12,4 +13,6 @@ __all__ = [
     "RewardFunction",
     "SparseActor",
     "dataset_env",
+    "policy_versions",
+    "push_weights",
 ]
