@@ -33,6 +33,7 @@ class _Step(NamedTuple):
     """Keys and values handed out by ``update`` and not yet attended to, ``[B, H, K, D]``."""
 
     prefill: bool
+    in_slots: bool  # whether they are the slots in use, rather than a copy with the new ones behind
     keys: Tensor
     values: Tensor
 
@@ -149,20 +150,23 @@ class CompressedLayer(CacheLayerMixin):
             )
         # One token is decoding, unless it is known to belong to the prompt.
         decoding = self.slots is not None and key_states.shape[2] == 1 and self._prompt_complete
+        in_slots = False
         if decoding:
             assert self.slots is not None and self.padding is not None
             if self.slots.room == 0:
                 self._grow(self.slots)
             with torch.no_grad():
                 self.slots.write(key_states, value_states, self.columns - self.padding)
-            keys, values = self.slots.keys[:, :, : self.slots.used], self.slots.values[:, :, : self.slots.used]
+            in_slots = True
         elif self.slots is not None:
-            used = self.slots.used
-            keys = torch.cat([self.slots.keys[:, :, :used], key_states], dim=2)
-            values = torch.cat([self.slots.values[:, :, :used], value_states], dim=2)
-        else:
-            keys, values = key_states, value_states
-        self._step = _Step(not decoding, keys, values)
+            with torch.no_grad():
+                in_slots = self.slots.append(key_states, value_states)
+        keys, values = key_states, value_states
+        if self.slots is not None:
+            keys, values = self.slots.keys[:, :, : self.slots.used], self.slots.values[:, :, : self.slots.used]
+            if not in_slots:
+                keys, values = torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+        self._step = _Step(not decoding, in_slots, keys, values)
         setattr(keys, _ATTRIBUTE, self)
         return keys, values
 
@@ -196,7 +200,12 @@ class CompressedLayer(CacheLayerMixin):
             return cached
         columns = torch.arange(self.columns, self.columns + query_length, device=padding.device)
         new = repeat((columns - padding[:, None]).clamp(min=EMPTY), "b q -> b h q", h=self._step.keys.shape[1])
-        return new if cached is None else torch.cat([cached, new], dim=2)
+        if cached is None:
+            return new
+        if not self._step.in_slots:
+            return torch.cat([cached, new], dim=2)
+        cached[:, :, -query_length:] = new
+        return cached
 
     @torch.no_grad()
     def commit(self, query: Tensor, positions: Tensor, mass: Tensor | None, scaling: float) -> None:

@@ -63,7 +63,7 @@ class KVSlots:
         """Replace the content by the chosen keys, packed to the front.
 
         Args:
-            keys: Offered keys ``[B, H, K, D]``, not a view of this storage.
+            keys: Offered keys ``[B, H, K, D]``, which may be this storage itself.
             values: Offered values ``[B, H, K, D]``.
             positions: int64 ``[B, H, K]``.
             mass: float32 ``[B, H, K]`` or ``None``.
@@ -72,14 +72,37 @@ class KVSlots:
         """
         kept = index.shape[2]
         by_channel = index.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])
+        # Head by head, so that moving keys within the storage takes a copy of one head's keys, not of the layer's.
         for store, offered in ((self.keys, keys), (self.values, values)):
-            torch.gather(offered, 2, by_channel, out=store[:, :, :kept])
+            for head in range(store.shape[1]):
+                store[:, head, :kept] = offered[:, head].gather(1, by_channel[:, head])
+        kept_positions = torch.where(valid, positions.gather(2, index), EMPTY)
         self.positions.fill_(EMPTY)
-        self.positions[:, :, :kept] = torch.where(valid, positions.gather(2, index), EMPTY)
+        self.positions[:, :, :kept] = kept_positions
         if self.mass is not None and mass is not None:
             self.mass.zero_()
             self.mass[:, :, :kept] = torch.where(valid, mass.gather(2, index), 0.0)
         self.used = kept
+
+    def append(self, keys: Tensor, values: Tensor) -> bool:
+        """Write the keys of a prefill chunk behind all others, if there is room; their positions follow later.
+
+        Args:
+            keys: ``[B, H, Q, D]``.
+            values: ``[B, H, Q, D]``.
+
+        Returns:
+            Whether there was room. If not, nothing has been written.
+        """
+        end = self.used + keys.shape[2]
+        if end > self.size:
+            return False
+        self.keys[:, :, self.used : end] = keys
+        self.values[:, :, self.used : end] = values
+        if self.mass is not None:
+            self.mass[:, :, self.used : end] = 0.0
+        self.used = end
+        return True
 
     def find_free(self, count: int) -> None:
         """Queue the ``count`` lowest empty slots of every row and head for the next tokens."""
