@@ -11,13 +11,18 @@ Example:
 from .budget import Allocation, PyramidAllocation, UniformAllocation, resolve_budget
 from .errors import PolicyError
 from .h2o import H2OPolicy
+from .keydiff import KeyDiffPolicy
+from .knorm import KnormPolicy
+from .lagkv import LagKVPolicy
 from .protocol import EvictionPolicy, query_window, tracks_attention
 from .random_policy import RandomPolicy
 from .recent import RecentPolicy
 from .registry import available_policies, make_policy, register_policy
+from .rkv import RKVPolicy
 from .select import checked_scores, evict_indices, keep_indices
 from .snapkv import SnapKVPolicy
 from .streaming import StreamingPolicy
+from .tova import TOVAPolicy
 from .view import CacheView
 
 __all__ = [
@@ -25,12 +30,17 @@ __all__ = [
     "CacheView",
     "EvictionPolicy",
     "H2OPolicy",
+    "KeyDiffPolicy",
+    "KnormPolicy",
+    "LagKVPolicy",
     "PolicyError",
     "PyramidAllocation",
+    "RKVPolicy",
     "RandomPolicy",
     "RecentPolicy",
     "SnapKVPolicy",
     "StreamingPolicy",
+    "TOVAPolicy",
     "UniformAllocation",
     "available_policies",
     "checked_scores",

@@ -25,6 +25,41 @@ def check_int(policy: object, option: str, *, at_least: int | None = None) -> No
         raise ValueError(f"{name} is {value}, expected {expected}")
 
 
+def check_odd(policy: object, option: str) -> None:
+    """Refuses a number of neighbours that has no middle.
+
+    Args:
+        policy: the policy that is being built.
+        option: name of the field.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: even, or below 1.
+    """
+    check_int(policy, option, at_least=1)
+    value = getattr(policy, option)
+    if value % 2 == 0:
+        raise ValueError(f"{type(policy).__name__}.{option} is {value}, expected an odd number, such as 7")
+
+
+def check_share(policy: object, option: str) -> None:
+    """Refuses an option that is not a number from 0 to 1.
+
+    Args:
+        policy: the policy that is being built.
+        option: name of the field.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: out of range, or not a number in the other sense.
+    """
+    value, name = getattr(policy, option), f"{type(policy).__name__}.{option}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}, expected a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}, expected a number from 0 to 1")
+
+
 def warn_without_sinks(policy: object) -> None:
     """Warns that this policy will evict the first tokens."""
     warnings.warn(

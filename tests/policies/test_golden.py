@@ -12,6 +12,9 @@ from smdlib.policies import CacheView, available_policies, checked_scores, keep_
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "keep_sets.json").read_text())
 CASES = {name: case for name, case in GOLDEN["keep_sets"].items() if case["policy"] in available_policies()}
+# Three keys share the rank at the cut and two of them fit; torch's topk, which made the set, chose by no rule. The file
+# says `ties_at_cut: false`.
+TIED = {"kvpress_lagkv_sink4_lag7"} | {name for name, case in GOLDEN["keep_sets"].items() if case["ties_at_cut"]}
 
 
 def det(shape, a, b):
@@ -35,7 +38,9 @@ def golden_view(case):
 
 
 def test_the_golden_file_covers_the_policies_with_published_code():
-    assert {"snapkv", "h2o", "streaming"} <= {case["policy"] for case in CASES.values()}
+    assert len(CASES) == len(GOLDEN["keep_sets"]) == 9
+    named = {case["policy"] for case in CASES.values()}
+    assert named == {"snapkv", "rkv", "h2o", "streaming", "knorm", "keydiff", "lagkv", "tova"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,6 +51,8 @@ def test_keep_set_of_the_authors(name):
     slots, valid = keep_indices(scores, view.positions, view.budget, GOLDEN["budget"])
     assert valid.all()
     expected = torch.tensor(case["keep"])[None].expand_as(slots)
-    if case["ties_at_cut"]:
+    if name in TIED:
+        cut = scores.gather(-1, slots).amin(-1, keepdim=True)
+        assert ((scores >= cut).sum(-1) > GOLDEN["budget"]).any(), "nothing ties: compare the sets themselves"
         slots, expected = (scores.gather(-1, chosen).sort(-1).values for chosen in (slots, expected))
     assert slots.tolist() == expected.tolist()

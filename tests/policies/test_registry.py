@@ -27,7 +27,7 @@ def registry(monkeypatch):
 
 
 def test_builds_every_policy_of_its_own_by_name():
-    names = ("h2o", "random", "recent", "snapkv", "streaming")
+    names = ("h2o", "keydiff", "knorm", "lagkv", "random", "recent", "rkv", "snapkv", "streaming", "tova")
     assert set(names) <= set(available_policies())
     assert list(available_policies()) == sorted(available_policies())
     for name in names:

@@ -5,7 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdlib.policies import CacheView, PolicyError, checked_scores, evict_indices, keep_indices, make_policy
+from smdlib.policies import (
+    CacheView,
+    PolicyError,
+    available_policies,
+    checked_scores,
+    evict_indices,
+    keep_indices,
+    make_policy,
+)
 
 INF, NAN = float("inf"), float("nan")
 
@@ -130,7 +138,7 @@ def test_protected_keys_stay_whatever_the_scale_of_the_others(random_view, chang
     assert slots[..., -3:].tolist() == [[[9, 10, 11]] * 2]
 
 
-@pytest.mark.parametrize("name", ["h2o", "random", "recent", "snapkv", "streaming"])
+@pytest.mark.parametrize("name", available_policies())
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.filterwarnings("ignore:RecentPolicy without sinks")
 def test_a_prompt_of_one_or_two_tokens_keeps_one(random_view, name, tokens):

@@ -100,7 +100,7 @@ def test_uses_only_the_last_queries_of_a_longer_window(random_view):
 def test_many_heads_are_scored_in_chunks(random_view, monkeypatch):
     view = random_view(rows=2, heads=3)
     whole = SnapKVPolicy(window=4).score(view)
-    monkeypatch.setattr("smdlib.policies.snapkv._CHUNK", 2 * 2 * 4 * 12)  # two heads at a time
+    monkeypatch.setattr("smdlib.policies._chunks._CHUNK", 2 * 2 * 4 * 12)  # two heads at a time
     assert_same(SnapKVPolicy(window=4).score(view), whole)
 
 

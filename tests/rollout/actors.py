@@ -22,6 +22,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "random": {"recent": 2},
     "snapkv": {"window": 4, "kernel_size": 3},
     "h2o": {},
+    "tova": {},
+    "knorm": {},
+    "keydiff": {},
+    "lagkv": {"sinks": 2, "lag": 3},
+    "rkv": {"window": 4, "kernel_size": 3},
 }
 
 
