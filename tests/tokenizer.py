@@ -1,26 +1,5 @@
-"""A tokenizer of single bytes with a chat template, made without any download."""
+"""The tokenizer that users have too, under the name that the tests know."""
 
-from __future__ import annotations
+from smdlib.testing.tokenizer import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-BOS, EOS, PAD = 256, 257, 258
-VOCABULARY = 259
-_TEMPLATE = (
-    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
-
-
-def byte_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
-    """One token per byte (ids sorted by byte-level letter), ``<s>`` 256, ``</s>`` 257, ``<pad>`` 258."""
-    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>" if pad_is_eos else "<pad>"
-    )
-    wrapped.chat_template = _TEMPLATE
-    return wrapped
+__all__ = ["BOS", "EOS", "PAD", "VOCABULARY", "byte_tokenizer"]

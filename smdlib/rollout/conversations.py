@@ -55,7 +55,7 @@ class DatasetEnv(ChatEnv):
 
     Example:
         >>> from smdlib.rollout.environment import dataset_env
-        >>> from tests.tokenizer import byte_tokenizer
+        >>> from smdlib.testing import byte_tokenizer
         >>> env = dataset_env([{"prompt": "2 + 2 ="}], byte_tokenizer(), lambda response, row: 0.0, prompts=1, group=2)
         >>> env.reset()["row"], env.position
         (tensor([0, 0]), 0)

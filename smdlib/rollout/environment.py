@@ -66,7 +66,7 @@ def dataset_env(
         TypeError: for something that is not a sequence of rows.
 
     Example:
-        >>> from tests.tokenizer import byte_tokenizer
+        >>> from smdlib.testing import byte_tokenizer
         >>> rows = [{"question": "2 + 2 =", "answer": "4"}, {"question": "1 + 2 =", "answer": "3"}]
         >>> env = dataset_env(
         ...     rows, byte_tokenizer(), lambda response, row: response == row["answer"], prompt="question", group=2

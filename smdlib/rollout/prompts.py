@@ -29,7 +29,7 @@ class ChatTokens:
         ValueError: for options of a template that the tokenizer does not have.
 
     Example:
-        >>> from tests.tokenizer import byte_tokenizer
+        >>> from smdlib.testing import byte_tokenizer
         >>> chat = ChatTokens(byte_tokenizer(), system_prompt="Be brief.")
         >>> chat.tokenizer.decode(chat.prompt("Why?"))
         '<s>system\nBe brief.</s><s>user\nWhy?</s><s>assistant\n'

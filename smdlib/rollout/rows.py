@@ -52,7 +52,7 @@ def prompt_of(dataset: Sequence[Mapping[str, Any]], index: int, column: str, cha
         ValueError: if the row has no usable prompt; the message names the row.
 
     Example:
-        >>> from tests.tokenizer import byte_tokenizer
+        >>> from smdlib.testing import byte_tokenizer
         >>> chat = ChatTokens(byte_tokenizer())
         >>> chat.tokenizer.decode(prompt_of([{"prompt": "Why?"}], 0, "prompt", chat))
         '<s>user\nWhy?</s><s>assistant\n'
