@@ -92,8 +92,8 @@ def push_weights(
     versions = [collector.policy_version for collector in collectors]
     if len(set(versions)) > 1:
         raise RuntimeError(
-            f"the collectors are at versions {versions}: one was restarted, or missed an update, so its rows' versions do "
-            "not say which weights sampled them. Make the collectors anew."
+            f"the collectors are at versions {versions}: one was restarted or missed an update, so its rows' versions "
+            "do not say which weights sampled them. Make the collectors anew."
         )
     version = versions[0]
     if not isinstance(version, int):
