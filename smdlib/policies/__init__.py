@@ -9,11 +9,14 @@ Example:
 """
 
 from .budget import Allocation, PyramidAllocation, UniformAllocation, resolve_budget
+from .combined import Combined
 from .errors import PolicyError
 from .h2o import H2OPolicy
 from .keydiff import KeyDiffPolicy
 from .knorm import KnormPolicy
 from .lagkv import LagKVPolicy
+from .layers import LayerAllocation
+from .protected import Protected
 from .protocol import EvictionPolicy, query_window, tracks_attention
 from .random_policy import RandomPolicy
 from .recent import RecentPolicy
@@ -28,12 +31,15 @@ from .view import CacheView
 __all__ = [
     "Allocation",
     "CacheView",
+    "Combined",
     "EvictionPolicy",
     "H2OPolicy",
     "KeyDiffPolicy",
     "KnormPolicy",
     "LagKVPolicy",
+    "LayerAllocation",
     "PolicyError",
+    "Protected",
     "PyramidAllocation",
     "RKVPolicy",
     "RandomPolicy",

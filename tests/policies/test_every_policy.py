@@ -23,6 +23,8 @@ OPTIONS = {
     "keydiff": {},
     "lagkv": {"sinks": 1, "lag": 3},
     "rkv": {"window": WINDOW, "kernel_size": 3},
+    "protected": {"policy": "keydiff", "sinks": 1, "recent": 2, "spans": [(4, 6)]},
+    "combined": {"parts": [(f"snapkv(window={WINDOW})", 1.0), ("knorm", 0.5), ("h2o(recent=1)", 0.25)]},
 }
 
 
@@ -36,8 +38,10 @@ def protected_by(name, view):
     """Which keys the policy's definition protects, ``[B, H, K]`` bool."""
     age = view.seen[:, None, None] - view.positions  # 1 for the newest
     recent = {"random": 2, "snapkv": WINDOW, "rkv": WINDOW, "tova": 1, "h2o": (view.budget // 2)[..., None]}
-    sinks = {"streaming": 2, "lagkv": 1}
-    return view.present & ((age <= recent.get(name, 0)) | (view.positions < sinks.get(name, 0)))
+    recent |= {"protected": 2, "combined": WINDOW}
+    sinks = {"streaming": 2, "lagkv": 1, "protected": 1}
+    span = (view.positions >= 4) & (view.positions < 6) & (name == "protected")
+    return view.present & ((age <= recent.get(name, 0)) | (view.positions < sinks.get(name, 0)) | span)
 
 
 @st.composite

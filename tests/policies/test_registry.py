@@ -24,6 +24,7 @@ class Newest:
 def registry(monkeypatch):
     """Names that a test registers are gone after it."""
     monkeypatch.setattr(registry_module, "_POLICIES", dict(registry_module._POLICIES))
+    monkeypatch.setattr(registry_module, "_WRAPPERS", set(registry_module._WRAPPERS))
 
 
 def test_builds_every_policy_of_its_own_by_name():
@@ -58,8 +59,41 @@ def test_a_third_party_registers_its_own():
 
 
 def test_unknown_name_lists_the_available_ones():
-    with pytest.raises(ValueError, match=r"unknown policy 'snapvk', available: h2o, .*snapkv, streaming"):
+    message = r"unknown policy 'snapvk', available: h2o, .*snapkv, streaming, tova; wrappers: combined, protected$"
+    with pytest.raises(ValueError, match=message):
         make_policy("snapvk")
+    with pytest.raises(ValueError, match=message):
+        make_policy("snapvk(window=3)")
+
+
+def test_a_wrapper_is_built_by_name_but_is_no_policy_by_itself():
+    @register_policy("mine", wraps=True)
+    @dataclass(frozen=True)
+    class Mine(Newest):
+        policy: object
+        more: int = 0
+
+    assert "mine" not in available_policies()
+    assert make_policy("mine(policy='snapkv')") == make_policy("mine", policy="snapkv") == Mine("snapkv")
+    with pytest.raises(TypeError, match=r"policy 'mine' needs policy$"):
+        make_policy("mine", more=1)
+
+
+def test_options_in_the_text():
+    assert make_policy("snapkv(window=16, kernel_size=5)") == make_policy("snapkv", window=16, kernel_size=5)
+    assert make_policy("snapkv(window=16)", kernel_size=5) == make_policy("snapkv", window=16, kernel_size=5)
+    assert make_policy(" streaming ( ) ") == StreamingPolicy()
+    with pytest.raises(TypeError, match=r"policy 'snapkv\(window=16\)': option window is given in the text and as an"):
+        make_policy("snapkv(window=16)", window=3)
+    with pytest.raises(TypeError, match="policy 'snapkv' has no option size"):
+        make_policy("snapkv(size=3)")
+    with pytest.raises(TypeError, match=r"SnapKVPolicy.window is '16', expected an int"):
+        make_policy("snapkv(window='16')")
+
+
+def test_a_registered_name_is_taken_as_it_is():
+    register_policy("odd (name)")(Newest)
+    assert type(make_policy("odd (name)")) is Newest
 
 
 def test_unknown_option_names_the_policy_and_its_options():
