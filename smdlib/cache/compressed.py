@@ -13,7 +13,8 @@ from transformers.cache_utils import Cache
 from smdlib.cache.layer import CompressedLayer
 from smdlib.cache.settings import CacheSettings, EvictionRecorder
 from smdlib.cache.support import check_supported, text_config
-from smdlib.policies import Allocation, EvictionPolicy, UniformAllocation, make_policy, resolve_budget
+from smdlib.cache.tokens import TokenLog
+from smdlib.policies import Allocation, EvictionPolicy, UniformAllocation, make_policy, needs_tokens, resolve_budget
 
 _DEFAULT_RESERVE = 128
 
@@ -102,9 +103,10 @@ class CompressedCache(Cache):
             raise ValueError(f"prompt_lengths count the real tokens of each prompt, at least 1; got {prompt_lengths}.")
         resolve_budget(budget, torch.ones(1, dtype=torch.int64))  # refuses a bad budget here, not in the first forward
         self.growths = 0
+        policy = make_policy(policy)
         self.settings = CacheSettings(
             num_layers=num_layers,
-            policy=make_policy(policy),
+            policy=policy,
             budget=budget,
             allocation=allocation or UniformAllocation(),
             evict_every=evict_every,
@@ -114,6 +116,7 @@ class CompressedCache(Cache):
             generators=generators,
             on_grow=self._note_growth,
             owner=object(),
+            tokens=TokenLog() if needs_tokens(policy) else None,
         )
         super().__init__(layers=[CompressedLayer(layer, self.settings) for layer in range(num_layers)])
         if recorder is not None:
@@ -126,6 +129,8 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Forget all keys and the record, keep the settings."""
         super().reset()
+        if self.settings.tokens is not None:
+            self.settings.tokens.reset()
         if self.settings.recorder is not None:
             self.settings.recorder.begin(self.settings.num_layers, self.settings.owner)
 
@@ -166,6 +171,8 @@ class CompressedCache(Cache):
             )
         for layer in self.layers:
             layer.map_rows(rows)
+        if self.settings.tokens is not None:
+            self.settings.tokens.map_rows(rows)
         if self.settings.recorder is not None:
             self.settings.recorder.map_rows(rows)
 

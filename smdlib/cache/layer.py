@@ -271,7 +271,12 @@ class CompressedLayer(CacheLayerMixin):
             budget=self.budget,
             scaling=scaling,
             generators=self.settings.generators,
+            token_ids=self._token_ids(positions),
         )
+
+    def _token_ids(self, positions: Tensor) -> Tensor | None:
+        tokens = self.settings.tokens
+        return None if tokens is None or self.padding is None else tokens.at(positions, self.padding)
 
     def _compact(self, view: CacheView) -> None:
         """After a prefill (chunk): keep the best keys of each head, packed to the front of the slots."""

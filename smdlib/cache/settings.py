@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from smdlib.cache.tokens import TokenLog
 from smdlib.policies import Allocation, EvictionPolicy
 
 
@@ -56,3 +57,4 @@ class CacheSettings:
     generators: Sequence[torch.Generator] | None
     on_grow: Callable[[int, int], None]
     owner: object
+    tokens: TokenLog | None  # where the policy asks for them

@@ -68,6 +68,13 @@ def prepare_call(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
     elif "position_ids" in signature.parameters:
         kwargs = {**kwargs, "position_ids": positions.clamp(min=0)}
     recorder, ids = cache.settings.recorder, given.get("input_ids")
+    if cache.settings.tokens is not None:
+        if ids is None:
+            raise ValueError(
+                f"{type(cache.settings.policy).__name__} asks for token ids, but this call has none: pass input_ids "
+                "rather than inputs_embeds."
+            )
+        cache.settings.tokens.append(ids)
     if recorder is not None and ids is not None:
         recorder.observe_tokens(cache.settings.owner, ids)
     return args, kwargs

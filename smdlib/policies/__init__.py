@@ -17,7 +17,7 @@ from .knorm import KnormPolicy
 from .lagkv import LagKVPolicy
 from .layers import LayerAllocation
 from .protected import Protected
-from .protocol import EvictionPolicy, query_window, tracks_attention
+from .protocol import EvictionPolicy, needs_tokens, query_window, tracks_attention
 from .random_policy import RandomPolicy
 from .recent import RecentPolicy
 from .registry import available_policies, make_policy, register_policy
@@ -53,6 +53,7 @@ __all__ = [
     "evict_indices",
     "keep_indices",
     "make_policy",
+    "needs_tokens",
     "query_window",
     "register_policy",
     "resolve_budget",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .protocol import EvictionPolicy, query_window, tracks_attention
+from .protocol import EvictionPolicy, needs_tokens, query_window, tracks_attention
 from .registry import make_policy, register_policy
 from .select import checked_scores
 from .view import CacheView
@@ -68,6 +68,11 @@ class Combined:
         """Whether a policy wants the attention mass."""
         return any(tracks_attention(policy) for policy in self.policies)
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a policy wants the ids of the tokens."""
+        return any(needs_tokens(policy) for policy in self.policies)
+
     def score(self, view: CacheView) -> Tensor:
         """Scores ``[B, H, K]``: weighted ranks; see the class.
 
@@ -97,6 +102,7 @@ def _asked_for(policy: EvictionPolicy, view: CacheView) -> CacheView:
         view,
         queries=queries[:, :, -window:] if window and queries is not None else None,
         attention=view.attention if tracks_attention(policy) else None,
+        token_ids=view.token_ids if needs_tokens(policy) else None,
     )
 
 

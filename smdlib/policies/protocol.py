@@ -1,4 +1,4 @@
-"""What an eviction policy is: one method and two optional attributes."""
+"""What an eviction policy is: one method and three optional attributes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .view import CacheView
 class EvictionPolicy(Protocol):
     """Scores the keys of one layer; the cache keeps those with the largest scores, as many as the budget allows.
 
-    Anything with a ``score`` method is a policy; nothing need be inherited. Two attributes may be added:
+    Anything with a ``score`` method is a policy; nothing need be inherited. Three attributes may be added:
 
     - ``query_window: int`` (0 if absent): how many of the last queries the policy wants in ``view.queries``.
     - ``tracks_attention: bool`` (False if absent): whether it wants ``view.attention``. The prefill then costs more.
+    - ``needs_tokens: bool`` (False if absent): whether it wants ``view.token_ids``.
 
     A policy keeps no state between calls: the same object serves every layer and several generations.
 
@@ -81,3 +82,23 @@ def tracks_attention(policy: EvictionPolicy) -> bool:
     if not isinstance(tracks, bool):
         raise PolicyError(f"{type(policy).__name__}.tracks_attention is {tracks!r}, expected True or False")
     return tracks
+
+
+def needs_tokens(policy: EvictionPolicy) -> bool:
+    """Whether a policy wants the id of each key's token.
+
+    Args:
+        policy: the policy, whose ``needs_tokens`` attribute is read; False if it has none.
+
+    Raises:
+        PolicyError: the attribute is not a bool.
+
+    Example:
+        >>> from smdlib.policies import make_policy
+        >>> needs_tokens(make_policy("protected(policy='knorm', token_ids=[7])"))
+        True
+    """
+    needs = getattr(policy, "needs_tokens", False)
+    if not isinstance(needs, bool):
+        raise PolicyError(f"{type(policy).__name__}.needs_tokens is {needs!r}, expected True or False")
+    return needs

@@ -58,7 +58,7 @@ def checked_scores(policy: EvictionPolicy, view: CacheView) -> Tensor:
 
 def _versions(view: CacheView) -> dict[str, int]:
     """How often each tensor of the view was changed in place (not known of tensors of inference mode)."""
-    names = ("keys", "values", "positions", "seen", "queries", "attention", "budget")
+    names = ("keys", "values", "positions", "seen", "queries", "attention", "token_ids", "budget")
     tensors = {name: getattr(view, name) for name in names}
     return {name: t._version for name, t in tensors.items() if t is not None and not t.is_inference()}
 

@@ -30,6 +30,7 @@ class CacheView:
         budget: ``[B, H]`` int64, number of keys that each head may keep.
         scaling: factor on the query-key products before the softmax.
         generators: one random generator per row, or None.
+        token_ids: ``[B, H, K]`` int64, id of the key's token, -1 for an empty slot, or None.
 
     Example:
         >>> import torch
@@ -53,6 +54,7 @@ class CacheView:
     queries: Tensor | None = None
     attention: Tensor | None = None
     generators: Sequence[torch.Generator] | None = None
+    token_ids: Tensor | None = None
 
     @classmethod
     def of_prompt(
@@ -64,6 +66,7 @@ class CacheView:
         lengths: Tensor | None = None,
         queries: Tensor | None = None,
         attention: Tensor | None = None,
+        token_ids: Tensor | None = None,
     ) -> CacheView:
         """View of one layer after a prefill, left-padded, slots in order: to try or test a policy without a model.
 
@@ -74,10 +77,13 @@ class CacheView:
             lengths: ``[B]`` int64, tokens of each row without its left padding, T if None.
             queries: ``[B, Hq, W, D]``.
             attention: ``[B, H, T]``.
+            token_ids: ``[B, T]`` int64.
         """
         rows, heads, tokens, size = keys.shape
         seen = torch.full((rows,), tokens, device=keys.device) if lengths is None else lengths
         positions = torch.arange(tokens, device=keys.device) - (tokens - seen)[:, None]
+        if token_ids is not None:
+            token_ids = torch.where(positions >= 0, token_ids, -1)[:, None].expand(rows, heads, tokens)
         return cls(
             layer_idx=0,
             num_layers=1,
@@ -89,6 +95,7 @@ class CacheView:
             scaling=size**-0.5,
             queries=queries,
             attention=attention,
+            token_ids=token_ids,
         )
 
     @property

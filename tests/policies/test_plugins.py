@@ -103,3 +103,34 @@ def test_importing_smdlib_loads_no_plugin(install, tmp_path):
     code += "; p.make_policy('h2o'); assert 'broken_policies' not in sys.modules"
     path = [str(tmp_path / "broken"), *sys.path]
     subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; {code}"], check=True)
+
+
+def test_a_package_that_pip_installs(tmp_path):
+    pytest.importorskip("setuptools")
+    (tmp_path / "pyproject.toml").write_text(
+        textwrap.dedent("""
+        [build-system]
+        requires = ["setuptools"]
+        build-backend = "setuptools.build_meta"
+        [project]
+        name = "acme-policies"
+        version = "0.3"
+        [project.entry-points."smdlib.policies"]
+        oldest = "acme_policies:Oldest"
+        """)
+    )
+    (tmp_path / "acme_policies.py").write_text(
+        "class Oldest:\n    def score(self, view): return -view.positions.float()"
+    )
+    target = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "-t", str(target), str(tmp_path)], check=True)
+    code = "from smdlib.policies import make_policy; print(type(make_policy('oldest')).__module__)"
+    path = [str(target), *sys.path]
+    shown = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; {code}"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout == "acme_policies\n"

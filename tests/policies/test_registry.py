@@ -8,6 +8,7 @@ from smdlib.policies import (
     StreamingPolicy,
     available_policies,
     make_policy,
+    needs_tokens,
     query_window,
     register_policy,
     tracks_attention,
@@ -142,7 +143,7 @@ def test_neither_name_nor_policy(thing):
 
 def test_optional_attributes_have_defaults_and_are_checked():
     policy = Newest()
-    assert (query_window(policy), tracks_attention(policy)) == (0, False)
+    assert (query_window(policy), tracks_attention(policy), needs_tokens(policy)) == (0, False, False)
     for window in (-1, 2.0, True, None):
         policy.query_window = window
         with pytest.raises(PolicyError, match=f"Newest.query_window is {window}, expected a number of queries"):
@@ -150,3 +151,6 @@ def test_optional_attributes_have_defaults_and_are_checked():
     policy.tracks_attention = 1
     with pytest.raises(PolicyError, match=r"Newest.tracks_attention is 1, expected True or False"):
         tracks_attention(policy)
+    policy.needs_tokens = "yes"
+    with pytest.raises(PolicyError, match=r"Newest.needs_tokens is 'yes', expected True or False"):
+        needs_tokens(policy)

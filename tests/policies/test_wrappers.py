@@ -16,6 +16,7 @@ from smdlib.policies import (
     StreamingPolicy,
     keep_indices,
     make_policy,
+    needs_tokens,
     query_window,
     tracks_attention,
 )
@@ -62,6 +63,18 @@ def test_protects_these_and_leaves_the_others(random_view, scrambled, options):
                 assert scores[row, head, slot] == expected
 
 
+def test_protects_tokens_wherever_they_stand(scrambled):
+    ids = torch.tensor([[0, 0, 3, 9, 3, 5], [3, 1, 2, 9, 4, 9]])
+    view = CacheView.of_prompt(torch.ones(2, 1, 6, 2), budget=3, lengths=torch.tensor([4, 6]), token_ids=ids)
+    assert view.token_ids[:, 0].tolist() == [[-1, -1, 3, 9, 3, 5], [3, 1, 2, 9, 4, 9]]
+    policy = Protected("knorm", token_ids=[9, 3])
+    safe = (policy.score(view)[:, 0] == INF).tolist()
+    assert safe == [[False, False, True, True, True, False], [True, False, False, True, False, True]]
+    assert kept_positions(policy, view) == [[[0, 1, 2]], [[0, 3, 5]]]
+    with pytest.raises(ValueError, match=r"Protected needs view.token_ids at layer 0, got None"):
+        policy.score(dataclasses.replace(view, token_ids=None))
+
+
 def test_a_budget_smaller_than_what_is_protected_keeps_the_newest(random_view):
     view = random_view(rows=1, heads=1, budget=3)
     assert kept_positions(Protected("knorm", sinks=2, recent=2), view) == [[[1, 10, 11]]]
@@ -75,7 +88,9 @@ def test_a_policy_keeps_its_own_protection():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({}, ValueError, "Protected protects nothing: set sinks, recent or spans"),
+        ({}, ValueError, "Protected protects nothing: set sinks, recent, spans or token_ids"),
+        ({"token_ids": [-1]}, ValueError, "token_ids has -1, expected token ids"),
+        ({"token_ids": ["the"]}, ValueError, "token_ids has 'the', expected token ids"),
         ({"sinks": -1}, ValueError, "Protected.sinks is -1, expected an int >= 0"),
         ({"recent": 0.5}, TypeError, "Protected.recent is 0.5"),
         ({"spans": [(3, 3)]}, ValueError, r"spans has \(3, 3\), expected 0 <= first < end"),
@@ -174,6 +189,13 @@ def test_wrappers_ask_for_what_their_policies_ask():
         assert (query_window(policy), tracks_attention(policy)) == asks
     assert (query_window(Protected(both, recent=1)), tracks_attention(Protected(both, recent=1))) == (5, True)
     assert tracks_attention(Combined([(snapkv, 1)])) is False
+    tokens = Protected("knorm", token_ids=[1])
+    assert needs_tokens(tokens) and needs_tokens(Combined([(tokens, 1), (h2o, 1)]))
+    assert (
+        needs_tokens(Protected(tokens, sinks=1))
+        and not needs_tokens(Protected(h2o, sinks=1))
+        and not needs_tokens(both)
+    )
 
 
 def test_wrappers_compose_and_are_written_as_text(random_view):
