@@ -4,6 +4,7 @@ from smdlib.cache import CompressedCache, EvictionRecorder, UnsupportedModelErro
 from smdlib.losses import DenseToSparseKL, GRPOLoss, SMDLoss, group_advantage
 from smdlib.masks import NEVER, MaskedAttentionAdapter, ShadowMask, ShadowMaskRecorder
 from smdlib.policies import (
+    AdaptiveHeadAllocation,
     CacheView,
     EvictionPolicy,
     PolicyError,
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NEVER",
+    "AdaptiveHeadAllocation",
     "CacheView",
     "CompressedCache",
     "DenseToSparseKL",

@@ -37,7 +37,8 @@ class CompressedCache(Cache):
         policy: An `EvictionPolicy` or the name of a registered one.
         budget: A float in (0, 1] keeps ``ceil(budget * prompt)`` keys of each row's own prompt, an int that many keys,
             per layer and KV head. With ``evict_every`` it caps prompt and response keys together.
-        allocation: Spreads the budget over layers and heads; uniform by default.
+        allocation: Spreads the budget over layers and heads; uniform by default. With `AdaptiveHeadAllocation` rows
+            and heads get slots of their own number, in blocks with at most a quarter of padding.
         evict_every: ``None`` evicts after each prefill (chunk) only and keeps the response on top; ``n`` also evicts
             after every ``n`` decoded tokens.
         recorder: Notes what was evicted and when, e.g. a `smdlib.masks.ShadowMaskRecorder`.
@@ -123,7 +124,11 @@ class CompressedCache(Cache):
             recorder.begin(num_layers, self.settings.owner)
 
     def kv_bytes(self) -> int:
-        """Bytes of keys and values: sum over layers of ``B * H * slots * 2 * D * itemsize``; 0 before a prefill."""
+        """Bytes of keys and values: sum over layers of ``B * H * slots * 2 * D * itemsize``; 0 before a prefill.
+
+        Slots are the largest of a layer's budgets plus the reserve; where an allocation gives every head its own budget
+        from scores, the sum over rows and heads of these, plus at most a quarter of padding.
+        """
         return sum(layer.slots.nbytes for layer in self.layers if layer.slots is not None)
 
     def reset(self) -> None:

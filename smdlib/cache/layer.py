@@ -12,10 +12,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from smdlib.cache.eviction import choose_kept, free_worst
 from smdlib.cache.queries import QueryWindow
+from smdlib.cache.ragged import Block, RaggedSlots
 from smdlib.cache.settings import CacheSettings
-from smdlib.cache.slots import EMPTY, KVSlots
+from smdlib.cache.slots import KVSlots
 from smdlib.cache.support import UnsupportedModelError
+from smdlib.cache.table import EMPTY
 from smdlib.policies import CacheView, query_window, resolve_budget, tracks_attention
+from smdlib.policies.adaptive import ScoreAllocation
 
 _ATTRIBUTE = "_smdlib_cache_layer"
 
@@ -56,7 +59,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything; storage is allocated anew at the next prefill."""
-        self.slots: KVSlots | None = None
+        self.slots: KVSlots | RaggedSlots | None = None
         window = query_window(self.settings.policy)
         self.queries = QueryWindow(window) if window else None
         self.budget: Tensor | None = None  # [B, H]
@@ -73,8 +76,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def _show_storage(self) -> None:
         """Keep the attributes that transformers looks at in step with the slots."""
-        self.keys = None if self.slots is None else self.slots.keys
-        self.values = None if self.slots is None else self.slots.values
+        self.keys = self.slots.keys if isinstance(self.slots, KVSlots) else None
+        self.values = self.slots.values if isinstance(self.slots, KVSlots) else None
         self.is_initialized = self.slots is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -103,12 +106,23 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """Rows held, ``-1`` before the first call."""
-        return -1 if self.slots is None else self.slots.keys.shape[0]
+        return -1 if self.slots is None else self.slots.batch_size
 
     @property
     def is_first(self) -> bool:
         """Whether the keys on offer are exactly the new tokens, so that the model's own mask is right."""
         return self.slots is None
+
+    @property
+    def blocks(self) -> list[Block] | None:
+        """The blocks to attend to instead of what ``update`` returned: when decoding with heads of unequal budgets."""
+        decoding = self._step is not None and not self._step.prefill
+        return self.slots.blocks if decoding and isinstance(self.slots, RaggedSlots) else None
+
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots in use as rectangles ``[B, H, K, D]``, for attention that knows no `blocks`."""
+        assert self.slots is not None
+        return self.slots.shown()
 
     @property
     def tracks_attention(self) -> bool:
@@ -135,7 +149,8 @@ class CompressedLayer(CacheLayerMixin):
             **kwargs: Part of the transformers interface, not needed here.
 
         Returns:
-            Keys and values ``[B, H, K, D]``, the kept ones and the new ones, in the order of `offered_positions`.
+            Keys and values ``[B, H, K, D]``, the kept ones and the new ones, in the order of `offered_positions`; only
+            the new ones where the rest is to be read from `blocks`.
 
         Raises:
             RuntimeError: if the previous call was never attended to by an adapter.
@@ -150,27 +165,22 @@ class CompressedLayer(CacheLayerMixin):
             )
         # One token is decoding, unless it is known to belong to the prompt.
         decoding = self.slots is not None and key_states.shape[2] == 1 and self._prompt_complete
-        in_slots = False
+        keys, values, in_slots = key_states, value_states, False
         if decoding:
             assert self.slots is not None and self.padding is not None
             if self.slots.room == 0:
                 self._grow(self.slots)
             with torch.no_grad():
                 self.slots.write(key_states, value_states, self.columns - self.padding)
-            in_slots = True
+            if isinstance(self.slots, KVSlots):
+                keys, values = self.slots.shown()
         elif self.slots is not None:
-            with torch.no_grad():
-                in_slots = self.slots.append(key_states, value_states)
-        keys, values = key_states, value_states
-        if self.slots is not None:
-            keys, values = self.slots.keys[:, :, : self.slots.used], self.slots.values[:, :, : self.slots.used]
-            if not in_slots:
-                keys, values = torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+            keys, values, in_slots = self.slots.extended(key_states, value_states)
         self._step = _Step(not decoding, in_slots, keys, values)
         setattr(keys, _ATTRIBUTE, self)
         return keys, values
 
-    def _grow(self, slots: KVSlots) -> None:
+    def _grow(self, slots: KVSlots | RaggedSlots) -> None:
         slots.grow(self.settings.reserve)
         slots.find_free(self.settings.reserve)
         self.settings.on_grow(self.layer_idx, slots.size)
@@ -229,7 +239,7 @@ class CompressedLayer(CacheLayerMixin):
             mass[:, :, : self.slots.used] += self.slots.mass[:, :, : self.slots.used]
         if step.prefill:
             self._set_budget(seen, heads=step.keys.shape[1])
-            self._compact(self._view(step, positions, mass, seen, scaling))
+            self._compact(self._view(step.keys, step.values, positions, mass, seen, scaling))
             return
         assert self.slots is not None
         if mass is not None and self.slots.mass is not None:
@@ -239,7 +249,7 @@ class CompressedLayer(CacheLayerMixin):
         every = self.settings.evict_every
         if every is not None and self._decoded % every == 0:
             if self._most_present > self._least_budget:
-                view = self._view(step, positions, mass, seen, scaling)
+                view = self._view(*self.slots.shown(), positions, mass, seen, scaling)
                 free_worst(self.settings, view, self.slots, min(every, positions.shape[2]))
             self.slots.find_free(self.settings.reserve)
 
@@ -255,19 +265,20 @@ class CompressedLayer(CacheLayerMixin):
         self._prompt_complete = bool(((seen >= lengths) & (seen > 0)).all())
         rows = resolve_budget(self.settings.budget, lengths)
         self.budget = self.settings.allocation(rows, self.settings.num_layers, heads)[self.layer_idx]
-        self._least_budget = int(self.budget.min())
 
-    def _view(self, step: _Step, positions: Tensor, mass: Tensor | None, seen: Tensor, scaling: float) -> CacheView:
+    def _view(
+        self, keys: Tensor, values: Tensor, positions: Tensor, mass: Tensor | None, seen: Tensor, scaling: float
+    ) -> CacheView:
         assert self.budget is not None
         return CacheView(
             layer_idx=self.layer_idx,
             num_layers=self.settings.num_layers,
-            keys=step.keys,
-            values=step.values,
+            keys=keys,
+            values=values,
             positions=positions,
             seen=seen,
             queries=None if self.queries is None else self.queries.newest_last(),
-            attention=mass if tracks_attention(self.settings.policy) else None,
+            attention=mass if self.tracks_attention else None,
             budget=self.budget,
             scaling=scaling,
             generators=self.settings.generators,
@@ -280,12 +291,14 @@ class CompressedLayer(CacheLayerMixin):
 
     def _compact(self, view: CacheView) -> None:
         """After a prefill (chunk): keep the best keys of each head, packed to the front of the slots."""
-        most = int(view.budget.max())
-        index, valid = choose_kept(self.settings, view, most)
-        size = most + self.settings.reserve
-        if self.slots is None or self.slots.size < size:
+        self.budget, index, valid = choose_kept(self.settings, view)
+        self._least_budget = int(self.budget.min())
+        needs = self.budget + self.settings.reserve
+        if isinstance(self.settings.allocation, ScoreAllocation):
+            self.slots = RaggedSlots(view.keys, view.values, needs, self.tracks_attention)
+        elif self.slots is None or self.slots.size < int(needs.max()):
             self.slots = None  # released before the larger storage is allocated
-            self.slots = KVSlots(view.keys, view.values, size, tracks_attention(self.settings.policy))
+            self.slots = KVSlots(view.keys, view.values, int(needs.max()), self.tracks_attention)
         self.slots.fill(view.keys, view.values, view.positions, view.attention, index, valid)
         self.slots.find_free(self.settings.reserve)
         self._decoded, self._most_present = 0, index.shape[2]

@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from smdlib.cache.layer import cache_layer_of
 from smdlib.cache.support import refuse_dropout
+from smdlib.masks.ragged import block_attention
 from smdlib.masks.replay import Pass
 from smdlib.masks.spec import MaskSpec
 from smdlib.policies.mass import received_attention
@@ -58,12 +59,7 @@ def fused_attention(
     Raises:
         ValueError: if the model needs soft-capping, sinks or a position bias.
     """
-    foreign = [name for name in _EAGER_ONLY if kwargs.get(name) is not None]
-    if foreign:
-        raise ValueError(
-            f"{type(module).__name__} uses {foreign}, which fused attention cannot compute; install the adapter with "
-            "backend='eager'."
-        )
+    _refuse_eager_only(module, kwargs)
     if visible is None or visible.shape[1] == 1:
         return sdpa_attention_forward(module, query, key, value, visible, dropout=dropout, scaling=scaling, **kwargs)
     heads, queries = key.shape[1], query.shape[2]
@@ -83,6 +79,15 @@ def fused_attention(
         scale=scaling,
     )
     return rearrange(output, "(b h) g q d -> b q (h g) d", h=heads), None
+
+
+def _refuse_eager_only(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    foreign = [name for name in _EAGER_ONLY if kwargs.get(name) is not None]
+    if foreign:
+        raise ValueError(
+            f"{type(module).__name__} uses {foreign}, which fused attention cannot compute; install the adapter with "
+            "backend='eager'."
+        )
 
 
 def eager_attention(
@@ -236,6 +241,14 @@ def shadow_attention(
     first = cached.is_first
     positions = cached.offered_positions(padding, query.shape[2])
     visible = attention_mask.dense(query.device) if first else attention_mask.visible(positions, padding)
+    if cached.blocks is not None and inner is fused_attention:
+        _refuse_eager_only(module, kwargs)
+        assert visible is not None
+        output, mass = block_attention(query, cached.blocks, visible, scale, dropout, cached.tracks_attention)
+        cached.commit(query, positions, mass, scale)
+        return output, None
+    if cached.blocks is not None:
+        key, value = cached.padded()
     output, weights = inner(module, query, key, value, visible, scaling, dropout, **kwargs)
     mass = None
     if cached.tracks_attention:

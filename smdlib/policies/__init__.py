@@ -8,6 +8,7 @@ Example:
     SnapKVPolicy(window=16, kernel_size=7, pooling='max')
 """
 
+from .adaptive import AdaptiveHeadAllocation, ScoreAllocation
 from .budget import Allocation, PyramidAllocation, UniformAllocation, resolve_budget
 from .combined import Combined
 from .errors import PolicyError
@@ -29,6 +30,7 @@ from .tova import TOVAPolicy
 from .view import CacheView
 
 __all__ = [
+    "AdaptiveHeadAllocation",
     "Allocation",
     "CacheView",
     "Combined",
@@ -44,6 +46,7 @@ __all__ = [
     "RKVPolicy",
     "RandomPolicy",
     "RecentPolicy",
+    "ScoreAllocation",
     "SnapKVPolicy",
     "StreamingPolicy",
     "TOVAPolicy",

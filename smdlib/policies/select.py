@@ -107,7 +107,7 @@ def keep_indices(scores: Tensor, positions: Tensor, budget: Tensor, max_keep: in
     """
     present = positions >= 0
     count = torch.minimum(budget, present.sum(-1))
-    rank = _rank(scores, positions).masked_fill(~present, _INT64.min)
+    rank = rank_keys(scores, positions).masked_fill(~present, _INT64.min)
     best = rank.topk(min(max_keep, rank.shape[-1]), dim=-1).indices
     valid = _first(count, best.shape[-1])
     order = positions.gather(-1, best).masked_fill(~valid, _INT64.max).argsort(-1)
@@ -137,14 +137,14 @@ def evict_indices(scores: Tensor, positions: Tensor, budget: Tensor, max_evict: 
     """
     present = positions >= 0
     count = present.sum(-1) - budget
-    rank = _rank(scores, positions)
+    rank = rank_keys(scores, positions)
     if max_evict == 1:
         return rank.argmin(-1, keepdim=True), _first(count, 1)
     slots = rank.topk(min(max_evict, rank.shape[-1]), dim=-1, largest=False).indices
     return _padded(slots, _first(count, slots.shape[-1]), max_evict)
 
 
-def _rank(scores: Tensor, positions: Tensor) -> Tensor:
+def rank_keys(scores: Tensor, positions: Tensor) -> Tensor:
     """One int64 per key that orders keys by score, then by position, so that no two are equal; empty slots above all.
 
     ``topk`` breaks ties as it likes, and differently for different shapes. Without ties it has no choice. Integer

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from smdlib import NEVER
-from smdlib.policies import Allocation
+from smdlib.policies import AdaptiveHeadAllocation, Allocation
+from tests.policies.test_adaptive import plain_budgets
 
 Place = tuple[int, int, int]  # row, layer, KV head
 ScoreOf = Callable[[Place, int, int], float]  # place, position of the key, tokens that the row has seen
@@ -56,6 +57,8 @@ class SlowCache:
         if self._is_prompt(first, tokens):
             self.decoded = 0
             self._set_budgets()
+            if isinstance(self.allocation, AdaptiveHeadAllocation):
+                self._let_heads_compete(self.allocation.floor, score_of)
         else:
             self.decoded += 1
             if self.evict_every is None or self.decoded % self.evict_every:
@@ -81,6 +84,18 @@ class SlowCache:
             means = [max(1, int((share * length).to_integral_value(ROUND_CEILING))) for length in lengths]
         spread = self.allocation(torch.tensor(means), self.layers, self.heads)
         self.budgets = {(row, layer, head): int(spread[layer, row, head]) for row, layer, head in self.kept}
+
+    def _let_heads_compete(self, floor: float, score_of: ScoreOf) -> None:
+        for row in range(len(self.padding)):
+            for layer in range(self.layers):
+                places = [(row, layer, head) for head in range(self.heads)]
+                mean = self.budgets[places[0]]
+                if sum(len(self.kept[place]) for place in places) > mean * self.heads:
+                    seen = self.seen(row)
+                    scores = [{p: score_of(place, p, seen) for p in self.kept[place]} for place in places]
+                else:  # nobody has to be scored: all stay
+                    scores = [dict.fromkeys(self.kept[place], 0.0) for place in places]
+                self.budgets |= zip(places, plain_budgets(scores, mean, floor), strict=True)
 
     def _evict(self, place: Place, score_of: ScoreOf) -> None:
         keys, seen = self.kept[place], self.seen(place[0])

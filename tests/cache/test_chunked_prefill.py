@@ -49,7 +49,7 @@ def addresses(cache: CompressedCache) -> list[list[int]]:
 
 @torch.no_grad()
 def prefill(policy: str, reserve: int, **options):
-    """Slots of all layers while each layer attends, ``[chunk][layer]``, and bytes allocated by each update and commit."""
+    """Slots of all layers while each layer attends, chunk by chunk; bytes that each update and commit allocated."""
     model = llama()
     cache = CompressedCache(model.config, make_policy(policy, **POLICIES[policy]), BUDGET, reserve=reserve, **options)
     held, updates, commits = [], [], []
@@ -75,12 +75,12 @@ def prefill(policy: str, reserve: int, **options):
             model(ids[:, start : start + CHUNK], cache=cache, logits_to_keep=1)
             at.append(addresses(cache))
             assert cache.kv_bytes() == LAYERS * (BUDGET + reserve) * SLOT, "whatever a chunk took is gone"
-    return cache, held, updates, commits, at
+    return held, updates, commits, at
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_chunks_within_the_reserve_are_written_in_place(policy):
-    cache, held, updates, commits, at = prefill(policy, reserve=CHUNK)
+    held, updates, commits, at = prefill(policy, reserve=CHUNK)
     later = slice(LAYERS, None)  # from the second chunk on; the first finds no slots yet
     assert len(held) == LAYERS * PROMPT // CHUNK
     assert set(held[later]) == {LAYERS * (BUDGET + CHUNK)}, "every layer holds budget + chunk, and nothing else"
@@ -94,7 +94,7 @@ def test_chunks_within_the_reserve_are_written_in_place(policy):
 
 def test_a_chunk_beyond_the_reserve_costs_a_copy_of_one_layer_at_a_time():
     reserve = 4
-    _, held, updates, _, at = prefill("streaming", reserve)
+    held, updates, _, at = prefill("streaming", reserve)
     later = slice(LAYERS, None)
     # Chunks 2 and 3 find less than a full budget.
     offered = [min(BUDGET, CHUNK * chunk) + CHUNK for chunk in range(1, PROMPT // CHUNK) for _ in range(LAYERS)]

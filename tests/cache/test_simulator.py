@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from smdlib import (
+    AdaptiveHeadAllocation,
     CacheView,
     CompressedCache,
     EvictionPolicy,
@@ -23,7 +24,7 @@ from smdlib import (
     UniformAllocation,
     make_policy,
 )
-from smdlib.policies import query_window, tracks_attention
+from smdlib.policies import Allocation, query_window, tracks_attention
 from tests.cache.simulator import Place, SlowCache
 
 LAYERS, HEADS = 2, 2
@@ -100,7 +101,7 @@ class Logged:
 class Case:
     policy: EvictionPolicy
     budget: float | int
-    allocation: UniformAllocation | PyramidAllocation
+    allocation: Allocation
     evict_every: int | None
     reserve: int | None
     prompts: tuple[int, ...]
@@ -120,6 +121,16 @@ POLICIES = (
     ("snapkv", {"window": 5, "kernel_size": 1, "pooling": "avg"}),
     ("h2o", {}),
     ("h2o", {"recent": 1}),
+)
+
+
+ALLOCATIONS = (
+    UniformAllocation(),
+    PyramidAllocation(),
+    PyramidAllocation(beta=3),
+    AdaptiveHeadAllocation(),
+    AdaptiveHeadAllocation(floor=0.0),
+    AdaptiveHeadAllocation(floor=0.7),
 )
 
 
@@ -156,7 +167,7 @@ def cases(draw):
     return Case(
         policy=policy,
         budget=draw(st.one_of(st.integers(1, 9), st.sampled_from([0.1, 0.3, 0.5, 0.75, 1.0]))),
-        allocation=draw(st.sampled_from([UniformAllocation(), PyramidAllocation(), PyramidAllocation(beta=3)])),
+        allocation=draw(st.sampled_from(ALLOCATIONS)),
         evict_every=evict_every,
         reserve=draw(st.one_of(st.none(), st.integers(evict_every or 1, 7))),
         prompts=prompts,
@@ -233,11 +244,12 @@ class Run:
         """Every slot holds the key and the value that the model made for its position."""
         slots, originals = self.cache.layers[layer].slots, self.originals[layer]
         assert (slots.positions[:, :, slots.used :] == -1).all()
-        column = slots.positions + torch.tensor(self.slow.padding)[:, None, None]
+        positions = slots.positions[:, :, : slots.used]
+        column = positions + torch.tensor(self.slow.padding)[:, None, None]
         column = column.clamp(0, self.slow.columns - 1)  # empty slots look anywhere
-        column = column[..., None].expand(*column.shape, slots.keys.shape[-1])
-        stored = slots.positions >= 0
-        for store, made in zip((slots.keys, slots.values), originals, strict=True):
+        column = column[..., None].expand(*column.shape, originals.shape[-1])
+        stored = positions >= 0
+        for store, made in zip(slots.shown(), originals, strict=True):
             assert torch.equal(store[stored], made.gather(2, column)[stored])
 
     def check_invariants(self, place: Place, present: set[int], evicting: bool) -> None:
@@ -302,4 +314,5 @@ def test_cache_equals_a_cache_on_lists(case):
         run.call(tokens)
     run.check_record(case.ends)
     event("evicted" if any(run.slow.evicted_at.values()) else "nothing evicted")
+    event(type(case.allocation).__name__)
     event(f"grew {min(run.cache.growths, 1)}")

@@ -78,7 +78,11 @@ def policy_of(name: str) -> EvictionPolicy:
 
 
 def sample_and_score(
-    model: PreTrainedModel, policy: str, schedule: tuple[int | None, int | None, float | int], backend: str = "auto"
+    model: PreTrainedModel,
+    policy: str,
+    schedule: tuple[int | None, int | None, float | int],
+    backend: str = "auto",
+    **cache_options: Any,
 ) -> tuple[Sample, float, float]:
     """Sample, and return the sample with the gaps of the shadow and the dense log-probs."""
     evict_every, chunk, budget = schedule
@@ -93,6 +97,7 @@ def sample_and_score(
             chunk=chunk,
             eos=EOS,
             ends=ENDS,
+            **cache_options,
         )
         shadow, dense = parity(model, adapter, taken)
     return taken, shadow, dense
