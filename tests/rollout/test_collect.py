@@ -47,8 +47,10 @@ def assert_same_rows(rows, expected):
         for key in (("log_probs", "response"), ("log_probs", "full")):
             torch.testing.assert_close(row[key], other[key], rtol=0, atol=0, equal_nan=True)
         assert isinstance(row["shadow"], ShadowMask)
-        assert torch.equal(row["shadow"].evicted_at, other["shadow"].evicted_at)
-        assert torch.equal(row["shadow"].token_ids, other["shadow"].token_ids)
+        for field in ("evicted_at", "token_ids"):
+            arrived, written = row["shadow"].get(field), other["shadow"].get(field)
+            assert arrived.dtype == written.dtype and arrived.shape == written.shape
+            assert arrived.numpy().tobytes() == written.numpy().tobytes()
         assert row["text", "response"] == other["text", "response"]
 
 
@@ -108,6 +110,11 @@ def test_rollout_takes_the_actor_itself():
     rows = flat(own_env().rollout(1, actor))
     prompts = [torch.tensor(expected_prompt(question)) for question in QUESTIONS[:2] for _ in range(4)]
     assert_same_rows(rows, run(actor, prompts))
+    assert all(gaps(actor, row)[0] < 1e-4 for row in rows)
+    for row in rows:
+        row["advantage"] = torch.ones(1, 1)
+    out = SMDLoss(actor)(lazy_stack(rows))
+    assert out.max_mismatch <= 1e-4 and abs(out.max_ratio - 1) <= 1e-4  # the first ratio of every token is 1
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -119,6 +126,7 @@ def test_collector(own):
     rows = [row for batch in collector for row in flat(batch)]
     assert len({len(row["tokens", "response"]) for row in rows}) > 1
     assert_same_rows(rows, policy.rows[-len(rows) :])
+    assert all(gaps(policy.actor, row)[0] < 1e-4 for row in rows)
 
 
 @pytest.mark.parametrize("policy", [None, "h2o"])
