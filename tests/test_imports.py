@@ -11,7 +11,7 @@ import smdlib
 
 ROOT = Path(smdlib.__file__).parent
 # Lowest first: a package may import itself and what stands before it.
-LAYERS = ["policies", "cache", "masks", "losses", "rollout", "planning", "testing"]
+LAYERS = ["policies", "cache", "masks", "losses", "rollout", "planning", "testing", "_cli"]
 FILES = {str(path.relative_to(ROOT)): path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))}
 
 

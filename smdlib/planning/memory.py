@@ -63,14 +63,14 @@ def plan_memory(
         >>> config = LlamaConfig(hidden_size=2048, vocab_size=128256, **sizes)
         >>> print(plan_memory(config, prompt=4096, response=512, group=8, budget=0.25, dtype="bfloat16"))
         8 rows of 4608 tokens, 1024 keys per KV head
-                                                                          plain     smdlib
-          sampling  keys and values                                     1.21 GB     403 MB
-          sampling  positions of slots, and what the policy asks for          -    16.8 MB
-          sampling  record of evictions                                       -    25.3 MB
-          learning  shadow mask                                               -    18.9 MB
-          learning  logits (fused head: one block)                      9.46 GB    4.19 MB
-          learning  keys and values of the prompts, once                      -     134 MB
-          learning  hidden states of the responses, both passes               -    33.6 MB
+                                                            plain     smdlib
+          sampling  keys and values                       1.21 GB     403 MB
+          sampling  positions, attention mass, queries          -    16.8 MB
+          sampling  record of evictions                         -    25.3 MB
+          learning  shadow mask                                 -    18.9 MB
+          learning  logits (fused head: one block)        9.46 GB    4.19 MB
+          learning  keys and values of prompts, once            -     134 MB
+          learning  hidden states of responses, twice           -    33.6 MB
     """
     for name, value in {"prompt": prompt, "response": response, "group": group, "prompts": prompts}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -63,12 +63,12 @@ class MemoryPlan:
         listed = [
             PlanLine("sampling", "keys and values", self.kv_dense, self.kv_sparse),
             PlanLine("sampling", "padding of unequal heads, at most", None, self.kv_padding),
-            PlanLine("sampling", "positions of slots, and what the policy asks for", None, self.slots),
+            PlanLine("sampling", "positions, attention mass, queries", None, self.slots),
             PlanLine("sampling", "record of evictions", None, self.record),
             PlanLine("learning", "shadow mask", None, self.mask),
             PlanLine("learning", "logits (fused head: one block)", self.logits_full, self.logits_block),
-            PlanLine("learning", "keys and values of the prompts, once", None, self.prompt_kv),
-            PlanLine("learning", "hidden states of the responses, both passes", None, self.states),
+            PlanLine("learning", "keys and values of prompts, once", None, self.prompt_kv),
+            PlanLine("learning", "hidden states of responses, twice", None, self.states),
         ]
         return [line for line in listed if line.smdlib or line.plain]
 

@@ -28,6 +28,7 @@ class Parity:
         gap: Largest ``|sampled - replayed|`` log-prob of a sampled token, in nats, replayed under the record.
         mean_gap: Mean of it.
         dense_gap: The same without the record: what a learner that sees every key would be off by.
+        mean_dense_gap: Mean of it.
         tolerance: Bound on ``gap``, in nats.
         evicted: Share of the keys of prompt and response that were evicted.
         sampled_tokens: Number of tokens compared.
@@ -38,6 +39,7 @@ class Parity:
     gap: float
     mean_gap: float
     dense_gap: float
+    mean_dense_gap: float
     tolerance: float
     evicted: float
     sampled_tokens: int
@@ -139,6 +141,7 @@ def check_parity(
         gap=float(gaps[0].max()),
         mean_gap=float(gaps[0].mean()),
         dense_gap=float(gaps[1].max()),
+        mean_dense_gap=float(gaps[1].mean()),
         tolerance=tolerance,
         evicted=float(gone / keys),
         sampled_tokens=sampled.numel(),
