@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ._chunks import empty_scores, head_chunks
 from ._options import check_int, check_odd, check_share
@@ -14,7 +13,7 @@ from .registry import register_policy
 from .view import CacheView
 from .window import last_queries, pool_by_position
 
-_BLOCK = 4 * 2**20  # bytes of similarities at once
+_BLOCK = 4 * 2**20  # bytes of similarities at once, or a quarter of the layer if that is less
 
 
 @register_policy("rkv")
@@ -77,6 +76,7 @@ class RKVPolicy:
         window = view.newest(self.window)
         outside = view.present & ~window
         importance, redundancy = empty_scores(view), empty_scores(view)
+        block = min(_BLOCK, (view.keys.nbytes + view.values.nbytes) // 4)
         slots, size = view.keys.shape[2:]
         group, width = queries.shape[2:4]
         for row, part in head_chunks(view, scratch=4 * slots * (3 * size + (group + 1) * width)):
@@ -85,19 +85,19 @@ class RKVPolicy:
             logits = queries[row, part].flatten(1, 2).float() @ keys.mT * view.scaling
             logits = logits.unflatten(1, (group, width)).amax(1).masked_fill_(~outside[row, part, None], -torch.inf)
             importance[row, part] = logits.softmax(-1).mean(-2)
-            redundancy[row, part] = _redundancy(keys, view.positions[row, part], self.threshold)
+            redundancy[row, part] = _redundancy(keys, view.positions[row, part], self.threshold, block)
         pooled = pool_by_position(importance, view.positions, outside, self.kernel_size, "max")
         return view.protect(self.mix_lambda * pooled - (1 - self.mix_lambda) * redundancy, window)
 
 
-def _redundancy(keys: Tensor, positions: Tensor, threshold: float) -> Tensor:
-    """S of the class, ``[h, K]``, for keys ``[h, K, D]`` (zero in empty slots) at ``positions [h, K]``."""
+def _redundancy(keys: Tensor, positions: Tensor, threshold: float, scratch: int) -> Tensor:
+    """S of the class, ``[h, K]``, for keys ``[h, K, D]`` (zero in empty slots, used up) at ``positions [h, K]``."""
     heads, slots = positions.shape
     present = positions >= 0
-    keys = F.normalize(keys, dim=-1)
+    keys.div_(keys.norm(dim=-1, keepdim=True).clamp_(min=1e-12))
     oldest = positions == positions.masked_fill(~present, torch.iinfo(torch.int64).max).amin(-1, keepdim=True)
     total = torch.zeros_like(positions, dtype=torch.float32)
-    block = max(1, _BLOCK // (24 * heads * slots))
+    block = max(1, scratch // (24 * heads * slots))
     for first in range(0, slots, block):
         similar_to = keys[:, first : first + block] @ keys.mT  # [h, block, K]
         similar_to.diagonal(first, -2, -1).zero_()

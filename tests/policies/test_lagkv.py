@@ -87,6 +87,17 @@ def test_constant_channels_and_equal_keys_are_no_nan(random_view):
     assert LagKVPolicy(sinks=0, lag=3).score(view).mul(3).round().tolist() == [[[0, 1, 2, 3, 3, 3]]]
 
 
+def test_a_channel_that_is_constant_in_the_next_partition_counts_as_zero(random_view):
+    view = random_view(tokens=12, size=4)
+    keys = view.keys.clone()
+    keys[..., 1] = 2.0
+    keys[..., :4, 1] = torch.arange(4.0)
+    view = dataclasses.replace(view, keys=keys)
+    scores = LagKVPolicy(sinks=0, lag=4).score(view)
+    assert_same(scores, plain_lagkv(view, 0, 4))
+    assert scores[0, 0, :4].tolist() != [0, 0.25, 0.5, 0.75], "in order of position, as NaN would be"
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
