@@ -34,7 +34,11 @@ def verdict(parity: Parity, dtype: str) -> tuple[bool, str]:
             f"by {parity.dense_gap:.2g} nats only, within the tolerance of {parity.tolerance:g}. Choose a smaller "
             "budget or a longer prompt."
         )
-    band = "" if parity.tolerance < 1e-2 else f" (a band: {dtype} rounds; in float32 they agree to 1e-4)"
+    band = (
+        ""
+        if parity.tolerance < 1e-2
+        else f" (a band, since {dtype} rounds; --dtype float32 tells whether they agree to 1e-4)"
+    )
     return True, (
         f"It holds: with the record, the learner's log-probs are those of the sampler to {parity.gap:.2g} nats; the "
         f"tolerance is {parity.tolerance:g}{band}. Without the record they would be off by up to "

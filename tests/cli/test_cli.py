@@ -84,7 +84,7 @@ def test_evictions_that_do_not_matter_prove_little(run, folder):
 def test_half_precision_is_called_a_band(run, folder):
     code, out, _ = run("check", folder, *QUICK, "--dtype", "bfloat16")
     assert code == 0
-    assert "a band: bfloat16 rounds" in out
+    assert "a band, since bfloat16 rounds" in out
 
 
 def test_a_prompt_of_your_own(run, folder, tmp_path):
