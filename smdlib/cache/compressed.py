@@ -26,8 +26,8 @@ class CompressedCache(Cache):
     slot, and eviction frees slots without moving a key. A prompt may arrive in several chunks under the same budget.
     A chunk no longer than ``reserve`` is written into the free slots, so that a layer never holds more than ``budget +
     reserve`` keys and nothing is reallocated; a longer one is attended to in a copy of the kept keys with the chunk
-    behind them, ``budget + chunk`` keys of one layer at a time, which is gone when that layer has evicted. (The first
-    chunk is attended to where the model put it.) The model needs an installed
+    behind them, ``budget + chunk`` keys on top of the slots of one layer at a time, gone once that layer has attended.
+    (The first chunk is attended to where the model put it.) The model needs an installed
     `smdlib.masks.MaskedAttentionAdapter`, which also tells it the positions of its tokens. A second turn goes on with
     the same cache: pass the whole conversation to ``generate``; all keys still held are on offer to the policy again.
     Sample under ``torch.no_grad()``: the stored keys carry no gradient.

@@ -119,11 +119,6 @@ class CompressedLayer(CacheLayerMixin):
         decoding = self._step is not None and not self._step.prefill
         return self.slots.blocks if decoding and isinstance(self.slots, RaggedSlots) else None
 
-    def padded(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots in use as rectangles ``[B, H, K, D]``, for attention that knows no `blocks`."""
-        assert self.slots is not None
-        return self.slots.shown()
-
     @property
     def tracks_attention(self) -> bool:
         """Whether the policy asks for the attention mass of its keys."""

@@ -95,14 +95,11 @@ class RaggedSlots(SlotTable):
 
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
         """Lay out blocks for `needs`, with the dtypes and on the device of ``keys`` and ``values``."""
-        capacity = torch.empty(self.needs.numel(), dtype=torch.int64)
         self.blocks: list[Block] = []
         for size, chosen in plan_blocks(self.needs.flatten().tolist()):
             pairs = torch.tensor(chosen)
-            capacity[pairs] = size
             shape = (len(chosen), size, self._dim)
             self.blocks.append(Block(pairs.to(keys.device), keys.new_zeros(shape), values.new_zeros(shape)))
-        self.capacity = capacity.view(*self.needs.shape, 1).to(keys.device)
 
     @property
     def nbytes(self) -> int:

@@ -86,9 +86,7 @@ class KVSlots(SlotTable):
             return torch.cat([self.shown()[0], keys], dim=2), torch.cat([self.shown()[1], values], dim=2), False
         with torch.no_grad():
             self.keys[:, :, self.used : end] = keys
-            self.values[:, :, self.used : end] = values
-            if self.mass is not None:
-                self.mass[:, :, self.used : end] = 0.0
+            self.values[:, :, self.used : end] = values  # the mass of slots that were never in use is 0
         self.used = end
         return *self.shown(), True
 

@@ -17,7 +17,6 @@ class SlotTable:
         positions: int64 ``[B, H, S]``, unpadded token index, ``-1`` for an empty slot.
         mass: float32 ``[B, H, S]`` attention mass of each slot, or ``None`` where no policy asks for it.
         used: slots ``[0, used)`` may hold keys, all later ones are empty.
-        capacity: int64 ``[B, H, 1]``, how many of the S slots each head has, or ``None`` for all.
     """
 
     def __init__(self, batch: int, heads: int, size: int, tracks_mass: bool, device: torch.device) -> None:
@@ -25,7 +24,6 @@ class SlotTable:
         self.positions = torch.full((batch, heads, size), EMPTY, dtype=torch.int64, device=device)
         self.mass = torch.zeros(batch, heads, size, device=device) if tracks_mass else None
         self.used = 0
-        self.capacity: Tensor | None = None
         self._free = self.positions[:, :, :0]
         self._next_free = 0
 
@@ -40,12 +38,13 @@ class SlotTable:
         return self._free.shape[2] - self._next_free
 
     def find_free(self, count: int) -> None:
-        """Queue the ``count`` lowest empty slots of every row and head for the next tokens."""
+        """Queue the ``count`` lowest empty slots of every row and head for the next tokens.
+
+        A head whose own slots hold its keys and ``count`` more is given no others, however wide the table is.
+        """
         rank = torch.arange(self.size, 0, -1, device=self.positions.device)
-        empty = self.positions < 0
-        if self.capacity is not None:
-            empty &= torch.arange(self.size, device=self.positions.device) < self.capacity
-        self._free = torch.where(empty, rank, 0).topk(count, dim=2).indices
+        rank = torch.where(self.positions < 0, rank, 0)
+        self._free = rank.topk(count, dim=2).indices
         self._next_free = 0
 
     def free(self, index: Tensor, valid: Tensor) -> None:
@@ -79,10 +78,8 @@ class SlotTable:
         """Add ``extra`` empty slots to every row and head."""
         self.positions = torch.nn.functional.pad(self.positions, (0, extra), value=EMPTY)
         self.mass = None if self.mass is None else torch.nn.functional.pad(self.mass, (0, extra))
-        self.capacity = None if self.capacity is None else self.capacity + extra
 
     def map_rows(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Replace every row-wise tensor by ``rows(tensor)`` (repeat or select rows)."""
         self.positions, self._free = rows(self.positions), rows(self._free)
         self.mass = None if self.mass is None else rows(self.mass)
-        self.capacity = None if self.capacity is None else rows(self.capacity)

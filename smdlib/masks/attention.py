@@ -247,8 +247,8 @@ def shadow_attention(
         output, mass = block_attention(query, cached.blocks, visible, scale, dropout, cached.tracks_attention)
         cached.commit(query, positions, mass, scale)
         return output, None
-    if cached.blocks is not None:
-        key, value = cached.padded()
+    if cached.blocks is not None and cached.slots is not None:
+        key, value = cached.slots.shown()  # padded to the width of the largest head
     output, weights = inner(module, query, key, value, visible, scaling, dropout, **kwargs)
     mass = None
     if cached.tracks_attention:
