@@ -67,16 +67,18 @@ def push_weights(
         RuntimeError: if the collectors disagree on the version, because one was restarted or missed an update.
 
     Example:
-        >>> from tests.rollout.actors import byte_actor
-        >>> from tests.tokenizer import byte_tokenizer
         >>> from torchrl.collectors.llm import LLMCollector
-        >>> from smdlib.rollout.environment import dataset_env
+        >>> from smdlib.rollout import SparseActor, dataset_env
+        >>> from smdlib.testing import byte_tokenizer, tiny_model
+        >>> options = {"max_new_tokens": 6, "eos_token_id": None}
+        >>> def make_actor():
+        ...     return SparseActor(tiny_model(), byte_tokenizer(), policy="h2o", budget=0.5, generate_kwargs=options)
         >>> env = dataset_env([{"prompt": "Why?"}], byte_tokenizer(), lambda response, row: 0.0, prompts=1, group=2)
         >>> collector = LLMCollector(
-        ...     env, policy_factory=byte_actor, dialog_turns_per_batch=2, track_policy_version=True, flatten_data=True
+        ...     env, policy_factory=make_actor, dialog_turns_per_batch=2, track_policy_version=True, flatten_data=True
         ... )
         >>> before = policy_versions(collector.next())
-        >>> version = push_weights(byte_actor(), [collector])
+        >>> version = push_weights(make_actor(), [collector])
         >>> before, version, policy_versions(collector.next())
         (tensor([0, 0]), 1, tensor([1, 1]))
     """

@@ -10,7 +10,14 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, Qwen3Config
 
-from smdlib import PyramidAllocation, SMDLoss, SparseActor, UnsupportedModelError, group_advantage
+from smdlib import (
+    AdaptiveHeadAllocation,
+    PyramidAllocation,
+    SMDLoss,
+    SparseActor,
+    UnsupportedModelError,
+    group_advantage,
+)
 from smdlib.cache import CompressedCache
 from smdlib.masks import ShadowMaskRecorder
 from smdlib.masks.shared import PromptPass
@@ -212,6 +219,16 @@ def test_gpt2_names_its_sizes_otherwise():
     sizes = read_geometry(GPT2Config())
     assert (sizes.layers, sizes.kv_heads, sizes.head_size, sizes.hidden, sizes.vocabulary) == (12, 12, 64, 768, 50257)
     assert sizes.dtype == torch.float32
+
+
+@pytest.mark.parametrize("evict_every", [None, 3])
+def test_heads_that_win_their_budgets_stay_within_the_padding(monkeypatch, evict_every):
+    model = tiny_model(num_attention_heads=8, num_key_value_heads=8)
+    actor = actor_of("snapkv", 0.5, model=model, allocation=AdaptiveHeadAllocation(), evict_every=evict_every)
+    measured, _ = measure(monkeypatch, actor)
+    plan = planned(actor)
+    assert plan.kv_sparse <= measured["kv_sparse"] <= plan.kv_sparse + plan.kv_padding
+    assert plan.mask == measured["mask"]
 
 
 def test_heads_that_win_their_budgets_may_be_padded():

@@ -307,6 +307,13 @@ def test_no_parity_is_named(monkeypatch):
         check_policy("knorm")
 
 
+def test_a_rollout_that_would_prove_nothing_is_named():
+    with pytest.raises(
+        PolicyError, match=r"nothing that mattered was evicted \(evict_every=None\), so the replay proves"
+    ):
+        check_policy("streaming", tolerance=50.0)
+
+
 # --- arguments and report
 
 
