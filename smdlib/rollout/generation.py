@@ -80,6 +80,9 @@ def sample_rows(
     """
     device = next(model.parameters()).device
     distinct, index = _distinct(prompts)
+    if max(len(prompt) for prompt in distinct) == 1:
+        # Nothing to prefill, so no cache whose rows could be repeated.
+        distinct, index = list(prompts), torch.arange(len(prompts))
     index = index.to(device)
     ids, mask = _pad_left(distinct, options.pad_token_id, device)
     recorder = ShadowMaskRecorder()
@@ -100,10 +103,8 @@ def sample_rows(
     columns = ids.shape[1]
     log_probs, ends = SampledLogProbs(options.temperature), RowEnds(options, tokenizer, columns)
     with evaluation_mode(model), _own_generation_config(model):
-        # generate() needs the last token; prompts of one token have nothing before it.
-        if columns == 1:
-            ids, mask = ids[index], mask[index]
-        else:
+        # All but the last token, which generate() needs; prompts of one token have nothing before it.
+        if columns > 1:
             positions = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)
             # logits_to_keep: nobody reads the prefill's logits.
             model(

@@ -45,7 +45,8 @@ def test_one_prefill_per_distinct_prompt(order, policy):
 def test_prompts_of_one_token_only(policy):
     actor = make_actor(policy=policy)
     shapes = count_forwards(actor.model)
-    rows = run(actor, make_prompts(1, 1, 1))
+    first, second = make_prompts(1, 1)
+    rows = run(actor, [first, second, first])
     assert shapes == [(3, 1)] * 6
     assert all(gaps(actor, row)[0] < 1e-4 for row in rows)
 
