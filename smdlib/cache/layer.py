@@ -19,6 +19,7 @@ from smdlib.cache.support import UnsupportedModelError
 from smdlib.cache.table import EMPTY
 from smdlib.policies import CacheView, query_window, resolve_budget, tracks_attention
 from smdlib.policies.adaptive import ScoreAllocation
+from smdlib.policies.steps import StepwiseAllocation, stepped
 
 _ATTRIBUTE = "_smdlib_cache_layer"
 
@@ -63,6 +64,7 @@ class CompressedLayer(CacheLayerMixin):
         window = query_window(self.settings.policy)
         self.queries = QueryWindow(window) if window else None
         self.budget: Tensor | None = None  # [B, H]
+        self._full_budget: Tensor | None = None  # [B, H], that of the prefill
         self.padding: Tensor | None = None  # [B], padded columns in front of each row
         self.prompt_lengths = self.settings.prompt_lengths  # [B]
         self.columns = 0
@@ -243,10 +245,21 @@ class CompressedLayer(CacheLayerMixin):
         self._most_present += 1
         every = self.settings.evict_every
         if every is not None and self._decoded % every == 0:
+            most = every + self._shrink_budget()
             if self._most_present > self._least_budget:
                 view = self._view(*self.slots.shown(), positions, mass, seen, scaling)
-                free_worst(self.settings, view, self.slots, min(every, positions.shape[2]))
+                free_worst(self.settings, view, self.slots, min(most, positions.shape[2]))
             self.slots.find_free(self.settings.reserve)
+
+    def _shrink_budget(self) -> int:
+        """Follow an allocation that shrinks while decoding; return by how many keys a head's budget fell at most."""
+        allocation, before = self.settings.allocation, self.budget
+        if not isinstance(allocation, StepwiseAllocation):
+            return 0
+        assert before is not None and self._full_budget is not None
+        self.budget = stepped(allocation, self._full_budget, self._decoded)
+        self._least_budget = int(self.budget.min())
+        return max(0, int((before - self.budget).max()))
 
     def _set_budget(self, seen: Tensor, heads: int) -> None:
         lengths = seen
@@ -287,7 +300,7 @@ class CompressedLayer(CacheLayerMixin):
     def _compact(self, view: CacheView) -> None:
         """After a prefill (chunk): keep the best keys of each head, packed to the front of the slots."""
         self.budget, index, valid = choose_kept(self.settings, view)
-        self._least_budget = int(self.budget.min())
+        self._full_budget, self._least_budget = self.budget, int(self.budget.min())
         needs = self.budget + self.settings.reserve
         if isinstance(self.settings.allocation, ScoreAllocation):
             self.slots = RaggedSlots(view.keys, view.values, needs, self.tracks_attention)
@@ -306,6 +319,7 @@ class CompressedLayer(CacheLayerMixin):
             if part is not None:
                 part.map_rows(rows)
         self.budget = None if self.budget is None else rows(self.budget)
+        self._full_budget = None if self._full_budget is None else rows(self._full_budget)
         self.padding = None if self.padding is None else rows(self.padding)
         self.prompt_lengths = None if self.prompt_lengths is None else rows(self.prompt_lengths)
         self._show_storage()

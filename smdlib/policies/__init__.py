@@ -25,6 +25,7 @@ from .registry import available_policies, make_policy, register_policy
 from .rkv import RKVPolicy
 from .select import checked_scores, evict_indices, keep_indices
 from .snapkv import SnapKVPolicy
+from .steps import StepAllocation, StepwiseAllocation
 from .streaming import StreamingPolicy
 from .tova import TOVAPolicy
 from .view import CacheView
@@ -48,6 +49,8 @@ __all__ = [
     "RecentPolicy",
     "ScoreAllocation",
     "SnapKVPolicy",
+    "StepAllocation",
+    "StepwiseAllocation",
     "StreamingPolicy",
     "TOVAPolicy",
     "UniformAllocation",
