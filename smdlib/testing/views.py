@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from smdlib.policies import CacheView, EvictionPolicy, query_window, tracks_attention
+from smdlib.policies import CacheView, EvictionPolicy, needs_tokens, query_window, tracks_attention
 
 HEADS, GROUP, SIZE = 2, 2, 8
 
@@ -37,7 +37,7 @@ def golden_view(policy: EvictionPolicy, lengths: Sequence[int], budget: int, dty
     """View of the middle layer of three after a prefill of left-padded rows, with just what the policy asks for.
 
     Args:
-        policy: For its ``query_window`` and ``tracks_attention``.
+        policy: For its ``query_window``, ``tracks_attention`` and ``needs_tokens``.
         lengths: Tokens of each row.
         budget: Keys to keep.
         dtype: Of keys, values and queries.
@@ -54,14 +54,16 @@ def golden_view(policy: EvictionPolicy, lengths: Sequence[int], budget: int, dty
         lengths=torch.tensor(lengths),
         queries=queries,
         attention=golden(rows, HEADS, tokens, a=0.571, b=0.0113).abs() if tracks_attention(policy) else None,
+        token_ids=torch.arange(rows * tokens).view(rows, tokens) * 7 % 31 if needs_tokens(policy) else None,
     )
-    return replace(view, layer_idx=1, num_layers=3, positions=view.positions.clone())
+    ids = None if view.token_ids is None else view.token_ids.clone()
+    return replace(view, layer_idx=1, num_layers=3, positions=view.positions.clone(), token_ids=ids)
 
 
 def alone(view: CacheView, row: int) -> CacheView:
     """One row of a batch as a batch of its own, without its padding."""
     one, padding = slice(row, row + 1), view.keys.shape[2] - int(view.seen[row])
-    cut = {name: getattr(view, name) for name in ("keys", "values", "positions", "attention")}
+    cut = {name: getattr(view, name) for name in ("keys", "values", "positions", "attention", "token_ids")}
     cut = {name: part if part is None else part[one, :, padding:].clone() for name, part in cut.items()}
     return replace(
         view,
@@ -99,6 +101,7 @@ def reordered(view: CacheView, fill: float, empty: int = 5) -> CacheView:
         values=move(view.values, fill),
         positions=move(view.positions, -1),
         attention=None if view.attention is None else move(view.attention, abs(fill)),
+        token_ids=None if view.token_ids is None else move(view.token_ids, -1),
     )
 
 

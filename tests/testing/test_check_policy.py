@@ -233,6 +233,25 @@ def test_the_policies_of_the_library_pass(name):
     assert all(f"  {check}" in str(report) for check in report.findings)
 
 
+@dataclass(frozen=True)
+class OddTokens:
+    """Prefers odd token ids, from the slots' own or, wrongly, from the slots' order."""
+
+    honest: bool = True
+    needs_tokens = True
+
+    def score(self, view):
+        ids = view.token_ids if self.honest else torch.arange(view.positions.shape[2]).expand_as(view.positions)
+        return (ids % 2).float() + view.positions / 1e6
+
+
+def test_policies_that_ask_for_tokens():
+    check_policy("protected(policy='knorm', token_ids=(5, 6))")
+    check_policy(OddTokens())
+    with pytest.raises(PolicyError, match="OddTokens"):
+        check_policy(OddTokens(honest=False))
+
+
 @pytest.mark.parametrize("budget", [4, 9, 100])
 def test_it_checks_at_any_budget(budget):
     assert check_policy("knorm", budget=budget).gap < 1e-4
