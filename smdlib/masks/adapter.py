@@ -11,23 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from smdlib.cache.support import (
-    UnsupportedModelError,
-    check_supported,
-    num_kv_heads,
-    refuse_active_dropout,
-    refuse_dropout,
-    rope_limit,
-    text_config,
-)
-from smdlib.masks.attention import REPLAY_ARGUMENT, Attention, eager_attention, fused_attention, shadow_attention
+from smdlib.cache.support import UnsupportedModelError, check_supported, text_config
+from smdlib.masks.attention import Attention, eager_attention, fused_attention, shadow_attention
 from smdlib.masks.calls import prepare_call
 from smdlib.masks.head import LanguageHead, check_head, language_head
 from smdlib.masks.installation import NAMES, owner_of, previous_implementation, resolve_backend, take_over
-from smdlib.masks.replay import Pass, Replay, check_fits, check_tokens, row_starts
+from smdlib.masks.passes import check_rows, gradient_if, run_pass, run_shared
+from smdlib.masks.replay import Replay
 from smdlib.masks.shadow import ShadowMask
-from smdlib.masks.sharding import agree, check_sharding, is_sharded, run_inside
-from smdlib.masks.shared import PromptPass, ResponsePass, View, split_rows, tie
+from smdlib.masks.sharding import agree, check_sharding
+from smdlib.masks.shared import View, split_rows
 from smdlib.masks.spec import mask_spec
 
 _BACKENDS: dict[str, Attention] = {"sdpa": fused_attention, "eager": eager_attention}
@@ -234,28 +227,14 @@ class MaskedAttentionAdapter(nn.Module):
         starts, lengths = self._checked(input_ids, attention_mask, [view.shadow for view in views])
         shadows = [view.shadow for view in views if view.shadow is not None]
         rows = split_rows(input_ids, starts, lengths, loss_mask, shadows) if self.share_prompts else None
-        if not agree(self.model, rows is not None) or rows is None:
-            states = []
-            for view in views:
-                with torch.set_grad_enabled(view.gradient and torch.is_grad_enabled()):
-                    hidden = self.hidden_states(input_ids, attention_mask, view.shadow)
-                    states.append(hidden[:, :-1][loss_mask[:, 1:]])
-            return states, 1.0
-        prompt = PromptPass()
-        columns = torch.arange(rows.prompts.shape[1], device=input_ids.device).expand_as(rows.prompts)
-        with torch.set_grad_enabled(any(view.gradient for view in views) and torch.is_grad_enabled()):
-            read = self._pass(self.model.base_model, prompt, input_ids=rows.prompts, position_ids=columns)
-        prompt.seal()
-        whole = read.last_hidden_state if is_sharded(self.model) else None
-        positions = rows.first[:, None] + torch.arange(rows.tokens.shape[1], device=input_ids.device)
+        if agree(self.model, rows is not None) and rows is not None:
+            return run_shared(self.model, rows, views), len(rows.prompts) / len(input_ids)
         states = []
         for view in views:
-            with torch.set_grad_enabled(view.gradient and torch.is_grad_enabled()):
-                responses = ResponsePass(prompt, rows, view)
-                output = self._pass(self.model.base_model, responses, input_ids=rows.tokens, position_ids=positions)
-                wanted = output.last_hidden_state.flatten(0, 1)[rows.wanted]
-                states.append(wanted if whole is None or not view.gradient else tie(wanted, whole))
-        return states, len(rows.prompts) / len(input_ids)
+            with gradient_if(view.gradient):
+                hidden = self.hidden_states(input_ids, attention_mask, view.shadow)
+                states.append(hidden[:, :-1][loss_mask[:, 1:]])
+        return states, 1.0
 
     def _run(
         self,
@@ -273,8 +252,14 @@ class MaskedAttentionAdapter(nn.Module):
         replay = None if shadow_mask is None else Replay(shadow_mask, starts, lengths, input_ids.shape[1])
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         positions = (columns - starts[:, None]).clamp(min=0)
-        return self._pass(
-            module, replay, input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, **kwargs
+        return run_pass(
+            self.model,
+            module,
+            replay,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            **kwargs,
         )
 
     def _checked(
@@ -284,48 +269,9 @@ class MaskedAttentionAdapter(nn.Module):
         shadow_masks: Sequence[ShadowMask | None],
         short: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Check the arguments of a pass; return where the rows start and how long they are, int64 ``[B]``."""
         self._refuse_removed()
         check_sharding(self, self.model)
-        if input_ids.ndim != 2:
-            raise ValueError(f"input_ids must be [B, T], not of shape {tuple(input_ids.shape)}.")
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)} differ in shape."
-            )
-        if self.model.training:
-            refuse_dropout(self.model.config, "scoring")
-        refuse_active_dropout(self.model, "scoring")
-        starts, lengths = row_starts(attention_mask.bool())
-        layers, heads = int(text_config(self.model.config).num_hidden_layers), num_kv_heads(self.model.config)
-        for shadow_mask in shadow_masks:
-            if shadow_mask is None:
-                continue
-            check_fits(shadow_mask, lengths, input_ids.shape[1], layers, heads, int(short))
-            limit = rope_limit(self.model.config)
-            if limit is not None and int(lengths.max()) > limit:
-                raise ValueError(
-                    f"rows of {int(lengths.max())} tokens reach beyond the {limit} up to which the model's rotary "
-                    "embedding does not depend on the length; they cannot be replayed exactly."
-                )
-            check_tokens(shadow_mask, input_ids, starts, lengths)
-        return starts, lengths
-
-    def _pass(self, module: nn.Module, what: Pass | None, **kwargs: Any) -> Any:
-        """Run ``module`` without a cache, and make sure that every layer applied ``what``."""
-        if what is not None:
-            kwargs[REPLAY_ARGUMENT] = what
-        call = partial(module, use_cache=False, **kwargs)
-        # A part of the model runs with what FSDP2 gathers for the whole: its forward is where FSDP2 starts.
-        output = call() if module is self.model else run_inside(self.model, call)
-        layers = int(text_config(self.model.config).num_hidden_layers)
-        missing = [] if what is None else sorted(set(range(layers)) - what.applied)
-        if missing:
-            raise UnsupportedModelError(
-                f"layers {missing} of {type(self.model).__name__} ran without the shadow mask: the model does not hand "
-                "extra arguments down to its attention, so its passes cannot be replayed."
-            )
-        return output
+        return check_rows(self.model, input_ids, attention_mask, shadow_masks, short)
 
     def log_probs(
         self,
