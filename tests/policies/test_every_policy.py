@@ -155,7 +155,8 @@ def test_protects_what_it_says_and_nothing_else(name, view):
 def test_bf16_keys_are_scored_in_float32(name, view):
     scores = checked_scores(policy_of(name), view)
     wide = dataclasses.replace(view, **{key: getattr(view, key).float() for key in ("keys", "values", "queries")})
-    assert torch.equal(scores, checked_scores(policy_of(name), wide))
+    # To rounding: block sizes may follow the bytes of a key. Scored in bfloat16 they would be off by a hundredth.
+    torch.testing.assert_close(scores, checked_scores(policy_of(name), wide), rtol=1e-5, atol=1e-6)
 
 
 @each_policy
