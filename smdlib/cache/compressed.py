@@ -14,7 +14,15 @@ from smdlib.cache.layer import CompressedLayer
 from smdlib.cache.settings import CacheSettings, EvictionRecorder
 from smdlib.cache.support import check_supported, text_config
 from smdlib.cache.tokens import TokenLog
-from smdlib.policies import Allocation, EvictionPolicy, UniformAllocation, make_policy, needs_tokens, resolve_budget
+from smdlib.policies import (
+    Allocation,
+    EvictionPolicy,
+    StepwiseAllocation,
+    UniformAllocation,
+    make_policy,
+    needs_tokens,
+    resolve_budget,
+)
 
 _DEFAULT_RESERVE = 128
 
@@ -97,6 +105,13 @@ class CompressedCache(Cache):
             raise ValueError(
                 f"reserve={reserve} slots cannot hold the {evict_every} tokens decoded between two evictions "
                 f"(evict_every={evict_every}); pass reserve >= evict_every or leave it out."
+            )
+        if allocation is not None and (isinstance(allocation, type) or not callable(allocation)):
+            raise TypeError(f"allocation must be an object such as PyramidAllocation(), not {allocation!r}.")
+        if isinstance(allocation, StepwiseAllocation) and evict_every is None:
+            raise ValueError(
+                f"{type(allocation).__name__} shrinks budgets at evictions while decoding, of which there are none "
+                "without evict_every; pass evict_every=1, or another allocation."
             )
         if isinstance(recorder, type):
             raise TypeError(f"recorder must be an instance: {recorder.__name__}(), not the class.")

@@ -42,6 +42,12 @@ class TokenLoss(LossModule):
             )
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, not {temperature}; greedy decoding has no distribution.")
+        sampled = getattr(actor, "temperature", None)
+        if sampled is not None and sampled != temperature:
+            raise ValueError(
+                f"this actor samples at temperature {sampled}, but the loss would score at {temperature}, so the first "
+                f"ratio would not be 1; pass temperature={sampled} to the loss."
+            )
         self.actor_network = actor
         self._temperature = float(temperature)
 

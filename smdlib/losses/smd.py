@@ -54,7 +54,8 @@ class SMDLoss(TokenLoss):
 
     Args:
         actor: The policy, a `smdlib.masks.MaskedAttentionAdapter`.
-        grpo: The policy term; ``GRPOLoss(actor)`` by default, at the temperature of the other term.
+        grpo: The policy term; ``GRPOLoss(actor)`` by default, at the temperature of the other term, or of an actor that
+            samples.
         distill: The distillation term; ``DenseToSparseKL(actor, coeff=0.1)`` by default, likewise. Settings are changed
             on the terms, ``loss.grpo`` and ``loss.distill``.
         acceptance: Also report ``acceptance_p5``, which takes one more walk over the vocabulary.
@@ -88,7 +89,8 @@ class SMDLoss(TokenLoss):
         distill: DenseToSparseKL | None = None,
         acceptance: bool = False,
     ) -> None:
-        grpo = grpo or GRPOLoss(actor, temperature=1.0 if distill is None else distill.temperature)
+        sampled = getattr(actor, "temperature", None) or 1.0
+        grpo = grpo or GRPOLoss(actor, temperature=sampled if distill is None else distill.temperature)
         distill_keys = None if distill is None else distill.tensor_keys
         distill = distill or DenseToSparseKL(actor, temperature=grpo.temperature)
         super().__init__(actor, grpo.temperature)

@@ -208,7 +208,7 @@ class MaskedAttentionAdapter(nn.Module):
 
         Each distinct prompt is computed once, in one plain causal pass, for all rows and all views; the responses
         attend to the prompt's keys that their record left them. Where a prompt cannot be shared (keys evicted while
-        the prompt was still read, a prompt of one token), every row is run whole in every view.
+        the prompt was still read, a prompt of one token, reentrant activation checkpointing), every row is run whole.
 
         Args:
             input_ids: int64 ``[B, T]``.
@@ -228,7 +228,9 @@ class MaskedAttentionAdapter(nn.Module):
         shadows = [view.shadow for view in views if view.shadow is not None]
         rows = split_rows(input_ids, starts, lengths, loss_mask, shadows) if self.share_prompts else None
         if agree(self.model, rows is not None) and rows is not None:
-            return run_shared(self.model, rows, views), len(rows.prompts) / len(input_ids)
+            shared = run_shared(self.model, rows, views)
+            if shared is not None:
+                return shared, len(rows.prompts) / len(input_ids)
         states = []
         for view in views:
             with gradient_if(view.gradient):

@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from smdlib.cache.layer import cache_layer_of
 from smdlib.cache.support import refuse_dropout
+from smdlib.masks.decoding import decode_attention
 from smdlib.masks.ragged import block_attention
 from smdlib.masks.replay import Pass
 from smdlib.masks.spec import MaskSpec
@@ -249,6 +250,12 @@ def shadow_attention(
         return output, None
     if cached.blocks is not None and cached.slots is not None:
         key, value = cached.slots.shown()  # padded to the width of the largest head
+    single = query.shape[2] == 1 and key.dtype == torch.float32 and not dropout
+    if single and cached.tracks_attention and inner is fused_attention:
+        _refuse_eager_only(module, kwargs)
+        output, mass = decode_attention(query, key, value, visible, scale)
+        cached.commit(query, positions, mass, scale)
+        return output, None
     output, weights = inner(module, query, key, value, visible, scaling, dropout, **kwargs)
     mass = None
     if cached.tracks_attention:

@@ -108,7 +108,7 @@ def gradient_if(wanted: bool) -> AbstractContextManager:
     return torch.set_grad_enabled(wanted and torch.is_grad_enabled())
 
 
-def run_shared(model: PreTrainedModel, rows: SharedRows, views: Sequence[View]) -> list[Tensor]:
+def run_shared(model: PreTrainedModel, rows: SharedRows, views: Sequence[View]) -> list[Tensor] | None:
     """Run each prompt once, and the responses on its keys in every view.
 
     Args:
@@ -117,20 +117,24 @@ def run_shared(model: PreTrainedModel, rows: SharedRows, views: Sequence[View]) 
         views: What the responses see.
 
     Returns:
-        States ``[N, D]`` of each view that predict loss tokens, row after row.
+        States ``[N, D]`` of each view that predict loss tokens, row after row; ``None`` if gradients would not reach
+        the prompts, as with reentrant activation checkpointing, which hides keys and values from autograd.
     """
     prompt = PromptPass()
     columns = torch.arange(rows.prompts.shape[1], device=rows.prompts.device).expand_as(rows.prompts)
     with gradient_if(any(view.gradient for view in views)):
+        wanted = torch.is_grad_enabled() and any(part.requires_grad for part in model.parameters())
         read = run_pass(model, model.base_model, prompt, input_ids=rows.prompts, position_ids=columns)
     prompt.seal()
+    if wanted and not any(keys.requires_grad for keys in prompt.keys.values()):
+        return None
     positions = rows.first[:, None] + torch.arange(rows.tokens.shape[1], device=rows.tokens.device)
     states = []
     for view in views:
         with gradient_if(view.gradient):
             responses = ResponsePass(prompt, rows, view)
             output = run_pass(model, model.base_model, responses, input_ids=rows.tokens, position_ids=positions)
-            wanted = output.last_hidden_state.flatten(0, 1)[rows.wanted]
+            chosen = output.last_hidden_state.flatten(0, 1)[rows.wanted]
             tied = view.gradient and is_sharded(model)
-            states.append(tie(wanted, read.last_hidden_state) if tied else wanted)
+            states.append(tie(chosen, read.last_hidden_state) if tied else chosen)
     return states

@@ -115,6 +115,11 @@ class SparseActor(TensorDictModuleBase):
             )
 
     @property
+    def temperature(self) -> float | None:
+        """Temperature of sampling, which the losses have to use as well; ``None`` for greedy decoding."""
+        return self.options.temperature if self.options.do_sample else None
+
+    @property
     def model(self) -> PreTrainedModel:
         """The language model."""
         return self.adapter.model

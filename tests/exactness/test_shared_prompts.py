@@ -127,6 +127,20 @@ def test_with_activation_checkpointing(dense):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_reentrant_checkpointing_hides_the_prompts_keys_and_is_run_whole():
+    model = make_model("llama")
+    adapter = MaskedAttentionAdapter(model)
+    batch = group_batch(model)
+    _, expected, _ = losses_and_gradients(adapter, batch, share=False)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.train()
+    _, gradients, each = losses_and_gradients(adapter, batch, share=True)
+    assert each == 1.0
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_padding_side_and_raggedness_do_not_matter():
     model = make_model("llama")
     adapter = MaskedAttentionAdapter(model)

@@ -102,3 +102,16 @@ def test_budgets_cannot_grow():
         model(input_ids=ids, cache=cache)
         with pytest.raises(PolicyError, match="Growing after 1 decoded tokens: budgets must lie between 1"):
             model(input_ids=ids[:, :1], cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "error", "message"),
+    [
+        (StepAllocation(every=2), ValueError, "without evict_every"),
+        (PyramidAllocation, TypeError, "an object such as PyramidAllocation"),
+        ("adaptive", TypeError, "an object such as PyramidAllocation"),
+    ],
+)
+def test_allocations_that_would_have_no_effect_or_cannot_be_asked(allocation, error, message):
+    with pytest.raises(error, match=message):
+        CompressedCache(make_model("llama").config, "snapkv", 8, allocation=allocation)

@@ -202,6 +202,15 @@ def test_losses_on_what_was_collected(policy, temperature):
     assert abs(out.max_ratio - 1) <= 1e-4 and out.clip_fraction == 0 and abs(out.kl_approx) < 1e-5
 
 
+def test_losses_score_at_the_temperature_of_sampling():
+    actor = byte_actor("snapkv", max_new_tokens=4, temperature=0.5)
+    assert SMDLoss(actor).temperature == 0.5
+    with pytest.raises(ValueError, match=r"samples at temperature 0.5.*pass temperature=0.5"):
+        GRPOLoss(actor)
+    greedy = byte_actor("snapkv", max_new_tokens=4, do_sample=False)
+    assert GRPOLoss(greedy, temperature=0.7).temperature == 0.7
+
+
 @pytest.mark.parametrize("policy", [None, *POLICIES])
 def test_state_of_the_module(policy):
     """Parameters, state_dict and dtype are the model's; the adapter and the actor add none."""

@@ -1,0 +1,41 @@
+"""Attention of one query, whose softmax serves the output and the mass that keys receive."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+
+def decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with one query per row, its group folded, and say what each key received.
+
+    Fused attention keeps its weights to itself, so that a policy that needs them would compute them again.
+
+    Args:
+        query: float32 ``[B, Hq, 1, D]``.
+        key: float32 ``[B, H, K, D]``.
+        value: float32 ``[B, H, K, D]``.
+        visible: bool ``[B, 1 | H, 1, K]`` or ``None`` for every key.
+        scaling: Factor of the logits.
+
+    Returns:
+        Output ``[B, 1, Hq, D]`` and mass ``[B, H, K]``, float32. A query that sees nothing gives zeros.
+
+    Example:
+        >>> one = torch.ones(1, 1, 3, 4)
+        >>> output, mass = decode_attention(torch.ones(1, 2, 1, 4), one, one, None, scaling=1.0)
+        >>> output.shape, mass.mul(3).round().tolist()
+        (torch.Size([1, 1, 2, 4]), [[[2.0, 2.0, 2.0]]])
+    """
+    folded = rearrange(query, "b (h g) 1 d -> b h g d", h=key.shape[1])
+    weights = (folded * scaling) @ key.mT
+    if visible is not None:
+        # A finite number, so that a query that sees nothing gets no NaN; its weights are removed below.
+        weights = weights.masked_fill_(~visible, torch.finfo(weights.dtype).min)
+    weights = weights.softmax(-1)
+    if visible is not None:
+        weights = weights * visible
+    return rearrange(weights @ value, "b h g d -> b 1 (h g) d"), weights.sum(2)
