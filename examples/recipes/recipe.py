@@ -69,7 +69,7 @@ def read_rows(source: str | Path, split: str) -> Iterable[Any]:
     if path.suffix == ".jsonl":
         # The JSON reader of `datasets` guesses types: 2024-05-01 would come back as a time stamp.
         with path.open(encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines if line.strip()]
+            return [_parsed(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -78,3 +78,10 @@ def read_rows(source: str | Path, split: str) -> Iterable[Any]:
         raise ValueError(f"{path} is not one of {', '.join(FILES)}")
     name, _, config = str(source).partition(":")
     return cast(Dataset, load_dataset(name, config or None, split=split))
+
+
+def _parsed(line: str, path: Path, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error

@@ -217,3 +217,10 @@ def test_docstring_examples(name):
 def test_scripts_in_the_examples_folder_may_import_them(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     assert importlib.import_module("recipes").GSM8K.name == "GSM8K"
+
+
+def test_a_broken_line_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n\n{"question": \n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 3 is not JSON"):
+        GSM8K.load(path)
