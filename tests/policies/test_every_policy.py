@@ -141,7 +141,9 @@ def test_is_deterministic_changes_nothing_and_a_row_stands_alone(name, view):
         assert torch.equal(getattr(view, key).nan_to_num(7.0), value.nan_to_num(7.0)), key
     for row in range(len(view.seen)):
         one = {key: value[row : row + 1] for key, value in before.items()}
-        assert torch.equal(policy.score(dataclasses.replace(view, **one)), scores[row : row + 1])
+        alone = policy.score(dataclasses.replace(view, **one))
+        # To rounding: a product of matrices may add in another order for another batch.
+        torch.testing.assert_close(alone, scores[row : row + 1], rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @each_policy
