@@ -11,6 +11,19 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from smdlib import CompressedCache, MaskedAttentionAdapter, ShadowMask, ShadowMaskRecorder
 
+# Sized for prompts of 9 to 26 tokens.
+POLICIES: dict[str, dict[str, Any]] = {
+    "streaming": {},
+    "recent": {},
+    "random": {"recent": 2},
+    "snapkv": {"window": 4, "kernel_size": 3},
+    "h2o": {},
+    "tova": {},
+    "knorm": {},
+    "keydiff": {},
+    "lagkv": {"sinks": 2, "lag": 3},
+    "rkv": {"window": 4, "kernel_size": 3},
+}
 NO_TOKEN = 10**6  # an end token that is never drawn
 
 

@@ -12,6 +12,7 @@ from smdlib.losses.linear import TokenScores, linear_scores
 from smdlib.losses.metrics import acceptance
 from smdlib.losses.tokens import TokenBatch
 from smdlib.masks import LanguageHead, ShadowMask, View
+from smdlib.masks.passes import run_whole
 
 
 @runtime_checkable
@@ -48,15 +49,11 @@ def run_views(actor: Actor, batch: TokenBatch, *views: View) -> Passes:
     Returns:
         The states, row after row.
     """
+    rows = batch.input_ids, batch.attention_mask, batch.loss_mask
     shared = getattr(actor, "response_states", None)
     if shared is not None:
-        return Passes(*shared(batch.input_ids, batch.attention_mask, batch.loss_mask, views))
-    states = []
-    for view in views:
-        with torch.set_grad_enabled(view.gradient and torch.is_grad_enabled()):
-            hidden = actor.hidden_states(batch.input_ids, batch.attention_mask, view.shadow)
-            states.append(hidden[:, :-1][batch.loss_mask[:, 1:]])
-    return Passes(states, 1.0)
+        return Passes(*shared(*rows, views))
+    return Passes(run_whole(actor.hidden_states, *rows, views), 1.0)
 
 
 def score_states(

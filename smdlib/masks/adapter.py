@@ -16,7 +16,7 @@ from smdlib.masks.attention import Attention, eager_attention, fused_attention, 
 from smdlib.masks.calls import prepare_call
 from smdlib.masks.head import LanguageHead, check_head, language_head
 from smdlib.masks.installation import NAMES, owner_of, previous_implementation, resolve_backend, take_over
-from smdlib.masks.passes import check_rows, gradient_if, run_pass, run_shared
+from smdlib.masks.passes import check_rows, run_pass, run_shared, run_whole
 from smdlib.masks.replay import Replay
 from smdlib.masks.shadow import ShadowMask
 from smdlib.masks.sharding import agree, check_sharding
@@ -231,12 +231,7 @@ class MaskedAttentionAdapter(nn.Module):
             shared = run_shared(self.model, rows, views)
             if shared is not None:
                 return shared, len(rows.prompts) / len(input_ids)
-        states = []
-        for view in views:
-            with gradient_if(view.gradient):
-                hidden = self.hidden_states(input_ids, attention_mask, view.shadow)
-                states.append(hidden[:, :-1][loss_mask[:, 1:]])
-        return states, 1.0
+        return run_whole(self.hidden_states, input_ids, attention_mask, loss_mask, views), 1.0
 
     def _run(
         self,

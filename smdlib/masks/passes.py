@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -106,6 +106,33 @@ def run_pass(model: PreTrainedModel, module: nn.Module, what: Pass | None, **kwa
 def gradient_if(wanted: bool) -> AbstractContextManager:
     """Record gradients if they are wanted and the caller records any."""
     return torch.set_grad_enabled(wanted and torch.is_grad_enabled())
+
+
+def run_whole(
+    hidden_states: Callable[..., Tensor],
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    loss_mask: Tensor,
+    views: Sequence[View],
+) -> list[Tensor]:
+    """Run every row whole in every view.
+
+    Args:
+        hidden_states: That of an actor: last hidden states ``[B, T, D]`` of ids, attention mask and record.
+        input_ids: int64 ``[B, T]``.
+        attention_mask: ``[B, T]``.
+        loss_mask: bool ``[B, T]``.
+        views: What the rows see.
+
+    Returns:
+        States ``[N, D]`` of each view that predict loss tokens, row after row.
+    """
+    states = []
+    for view in views:
+        with gradient_if(view.gradient):
+            hidden = hidden_states(input_ids, attention_mask, view.shadow)
+            states.append(hidden[:, :-1][loss_mask[:, 1:]])
+    return states
 
 
 def run_shared(model: PreTrainedModel, rows: SharedRows, views: Sequence[View]) -> list[Tensor] | None:

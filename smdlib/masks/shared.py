@@ -59,6 +59,25 @@ class SharedRows:
         return self.lengths[self.group]
 
 
+def distinct_prompts(prompts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Find the distinct ones among prompts.
+
+    Args:
+        prompts: int64 ``[P]`` each.
+
+    Returns:
+        The distinct prompts, in order of appearance, and int64 ``[B]``, which of them each is; on the CPU.
+
+    Example:
+        >>> found, index = distinct_prompts([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([1, 2])])
+        >>> [prompt.tolist() for prompt in found], index.tolist()
+        ([[1, 2], [3]], [0, 1, 0])
+    """
+    found: dict[tuple[int, ...], int] = {}
+    index = [found.setdefault(tuple(prompt.tolist()), len(found)) for prompt in prompts]
+    return [torch.tensor(prompt) for prompt in found], torch.tensor(index)
+
+
 def split_rows(
     input_ids: Tensor, starts: Tensor, lengths: Tensor, loss_mask: Tensor, shadows: Sequence[ShadowMask]
 ) -> SharedRows | None:
@@ -88,11 +107,9 @@ def split_rows(
         inside = torch.arange(evicted_at.shape[1], device=cut.device) < cut[:, None]
         if bool(((evicted_at < cut[:, None, None, None]) & inside[:, :, None, None]).any()):
             return None
-    found: dict[tuple[int, ...], int] = {}
-    rows = input_ids.tolist()
-    spans = zip(rows, starts.tolist(), cut.tolist(), strict=True)
-    group = torch.tensor([found.setdefault(tuple(row[at : at + size]), len(found)) for row, at, size in spans])
-    prompts = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in found], batch_first=True)
+    spans = zip(input_ids.cpu(), starts.tolist(), cut.tolist(), strict=True)
+    found, group = distinct_prompts([row[at : at + size] for row, at, size in spans])
+    prompts = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
     counts = (last - begin + 1).clamp(min=1)
     offset = torch.arange(int(counts.max()), device=input_ids.device)
     tokens = input_ids.gather(1, (begin[:, None] - 1 + offset).clamp(max=input_ids.shape[1] - 1))
@@ -167,21 +184,22 @@ class ResponsePass:
         if not self._gradient:
             keys, values = keys.detach(), values.detach()
         rows, device = self._rows.group.to(key.device), key.device
-        own = self._queries.to(device)[:, None]  # [B, 1, Q]
+        queries = self._queries.to(device)
+        own = queries[:, None]  # [B, 1, Q]
         if self._evicted_at is None:
             positions = torch.cat([self._prompt_positions.to(device)[:, None], own], 2)
-            visible = spec.between(self._queries.to(device), positions)
+            visible = spec.between(queries, positions)
             return torch.cat([keys[rows], key], 2), torch.cat([values[rows], value], 2), visible
         gone = self._evicted_at[:, :, layer_idx].to(device).transpose(1, 2).long()  # [B, H, T]
         kept = self._kept(gone)
         head = torch.arange(key.shape[1], device=device)[:, None]
         index = kept.clamp(min=0)
         positions = torch.cat([kept, own.expand(-1, key.shape[1], -1)], 2)
-        visible = spec.between(self._queries.to(device), positions)
+        visible = spec.between(queries, positions)
         until = gone.gather(2, positions.clamp(0, gone.shape[2] - 1))
         # The record may end one token early; what it does not cover was never evicted.
         until = torch.where(positions < gone.shape[2], until, NEVER)
-        visible = visible & (self._queries.to(device)[:, None, :, None] < until[:, :, None, :])
+        visible = visible & (queries[:, None, :, None] < until[:, :, None, :])
         chosen = rows[:, None, None], head, index
         return torch.cat([keys[chosen], key], 2), torch.cat([values[chosen], value], 2), visible
 

@@ -94,13 +94,8 @@ class MaskSpec:
         Raises:
             ValueError: if the model overlays a mask that cannot be evaluated key by key.
         """
-        pattern = self._pattern()
-        device = positions.device
-        row = torch.arange(positions.shape[0], device=device)[:, None, None, None]
-        head = torch.arange(positions.shape[1], device=device)[None, :, None, None]
-        query = torch.arange(self.query_length, device=device)[None, None, :, None] + self.arguments["q_offset"]
-        key = (positions + padding[:, None, None])[:, :, None, :]
-        return pattern(row, head, query, key.clamp(min=0)) & (positions >= 0)[:, :, None, :]
+        queries = torch.arange(self.query_length, device=positions.device)[None] + self.arguments["q_offset"]
+        return self._evaluate(queries, positions + padding[:, None, None], positions >= 0)
 
     def between(self, queries: Tensor, positions: Tensor) -> Tensor:
         """Evaluate the pattern at arbitrary queries and keys of rows without padding.
@@ -115,11 +110,14 @@ class MaskSpec:
         Raises:
             ValueError: if the model overlays a mask that cannot be evaluated key by key.
         """
-        device = positions.device
-        row = torch.arange(positions.shape[0], device=device)[:, None, None, None]
-        head = torch.arange(positions.shape[1], device=device)[None, :, None, None]
-        key = positions[:, :, None, :]
-        return self._pattern()(row, head, queries[:, None, :, None], key.clamp(min=0)) & (key >= 0)
+        return self._evaluate(queries, positions, positions >= 0)
+
+    def _evaluate(self, queries: Tensor, keys: Tensor, present: Tensor) -> Tensor:
+        """Ask the pattern about queries ``[B | 1, Q]`` and keys ``[B, H, K]``, columns; bool ``[B, H, Q, K]``."""
+        row = torch.arange(keys.shape[0], device=keys.device)[:, None, None, None]
+        head = torch.arange(keys.shape[1], device=keys.device)[None, :, None, None]
+        key = keys[:, :, None, :].clamp(min=0)
+        return self._pattern()(row, head, queries[:, None, :, None], key) & present[:, :, None, :]
 
     def _pattern(self) -> Callable[..., Tensor]:
         if self.arguments.get("use_vmap"):

@@ -78,10 +78,7 @@ def tracks_attention(policy: EvictionPolicy) -> bool:
         >>> tracks_attention(make_policy("h2o"))
         True
     """
-    tracks = getattr(policy, "tracks_attention", False)
-    if not isinstance(tracks, bool):
-        raise PolicyError(f"{type(policy).__name__}.tracks_attention is {tracks!r}, expected True or False")
-    return tracks
+    return _flag(policy, "tracks_attention")
 
 
 def needs_tokens(policy: EvictionPolicy) -> bool:
@@ -98,7 +95,11 @@ def needs_tokens(policy: EvictionPolicy) -> bool:
         >>> needs_tokens(make_policy("protected(policy='knorm', token_ids=[7])"))
         True
     """
-    needs = getattr(policy, "needs_tokens", False)
-    if not isinstance(needs, bool):
-        raise PolicyError(f"{type(policy).__name__}.needs_tokens is {needs!r}, expected True or False")
-    return needs
+    return _flag(policy, "needs_tokens")
+
+
+def _flag(policy: EvictionPolicy, name: str) -> bool:
+    value = getattr(policy, name, False)
+    if not isinstance(value, bool):
+        raise PolicyError(f"{type(policy).__name__}.{name} is {value!r}, expected True or False")
+    return value

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from smdlib.cache import CompressedCache
 from smdlib.cache.support import num_kv_heads, text_config
 from smdlib.masks import ShadowMask, ShadowMaskRecorder
+from smdlib.masks.shared import distinct_prompts
 from smdlib.policies import Allocation, EvictionPolicy
 from smdlib.rollout.options import GenerateOptions
 from smdlib.rollout.watchers import RowEnds, SampledLogProbs
@@ -79,7 +80,7 @@ def sample_rows(
         A row per prompt, in order.
     """
     device = next(model.parameters()).device
-    distinct, index = _distinct(prompts)
+    distinct, index = distinct_prompts(prompts)
     if max(len(prompt) for prompt in distinct) == 1:
         # Nothing to prefill, so no cache whose rows could be repeated.
         distinct, index = list(prompts), torch.arange(len(prompts))
@@ -156,13 +157,6 @@ def _dense_shadows(model: PreTrainedModel, sequences: Tensor, mask: Tensor, tota
 
 def _bytes(states: Tensor | None) -> int:
     return 0 if states is None else states.nbytes
-
-
-def _distinct(prompts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Return distinct prompts, in order of appearance, and int64 ``[B]``, which of them each row is."""
-    found: dict[tuple[int, ...], int] = {}
-    index = [found.setdefault(tuple(prompt.tolist()), len(found)) for prompt in prompts]
-    return [torch.tensor(prompt) for prompt in found], torch.tensor(index)
 
 
 def _pad_left(rows: Sequence[Tensor], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -17,26 +17,13 @@ from transformers import PreTrainedModel
 from smdlib import EvictionPolicy, MaskedAttentionAdapter, make_policy
 from smdlib.masks import NEVER
 from tests.families import FAMILIES, VOCAB, make_model
-from tests.sampling import Sample, parity, ragged_prompts, sample
+from tests.sampling import POLICIES, Sample, parity, ragged_prompts, sample
 
 LENGTHS = [26, 9, 17]
 NEW_TOKENS = 12
 EOS = [3, 4, 5]
 ENDS = {1: 5, 2: 8}  # rows 1 and 2 end early, by different tokens of EOS
 
-# Sized for prompts of 9 to 26 tokens.
-POLICIES: dict[str, dict[str, Any]] = {
-    "streaming": {},
-    "recent": {},
-    "random": {"recent": 2},
-    "snapkv": {"window": 4, "kernel_size": 3},
-    "h2o": {},
-    "tova": {},
-    "knorm": {},
-    "keydiff": {},
-    "lagkv": {"sinks": 2, "lag": 3},
-    "rkv": {"window": 4, "kernel_size": 3},
-}
 # (evict_every, prefill_chunk_size, budget): every schedule and every way to prefill with a share and with a number of
 # keys. 10 keys are more than the shortest prompt has, so that row starts below its budget.
 SCHEDULES: list[tuple[int | None, int | None, float | int]] = [

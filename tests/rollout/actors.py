@@ -14,20 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from smdlib.policies import make_policy
 from smdlib.rollout.actor import SparseActor
 from tests.families import VOCAB, make_model
+from tests.sampling import POLICIES
 from tests.tokenizer import VOCABULARY, byte_tokenizer
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "streaming": {},
-    "recent": {},
-    "random": {"recent": 2},
-    "snapkv": {"window": 4, "kernel_size": 3},
-    "h2o": {},
-    "tova": {},
-    "knorm": {},
-    "keydiff": {},
-    "lagkv": {"sinks": 2, "lag": 3},
-    "rkv": {"window": 4, "kernel_size": 3},
-}
 
 
 def word_tokenizer(words: int = VOCAB) -> PreTrainedTokenizerFast:
