@@ -1,97 +1,133 @@
-"""One decoding step on fixed slots, policy and recording included, against transformers' DynamicCache of as many keys.
+"""One decoding step on fixed slots, policy and recording included, against caches that concatenate.
 
-python -m benchmarks.decode                # batch 8, 1,024 keys, the shapes of SmolLM2-135M, random weights
+    python -m benchmarks.decode                # batch 8, 1,024 keys, 8 layers of each shape, random weights
+
+Peers: transformers' `DynamicCache` of as many keys, the same of twice as many (what a budget of 50 % replaces), and a
+cache that concatenates and gathers at every step. All run the same weights; theirs have no adapter.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import time
-from pathlib import Path
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
-from smdlib import CompressedCache, MaskedAttentionAdapter, ShadowMaskRecorder, make_policy
+from benchmarks import peers
+from benchmarks._measure import Result, Times, alternate
+from benchmarks._report import main
+from benchmarks.models import SHAPES, add_model_arguments, cache_bytes, make_model, plain_twin
+from smdlib import CompressedCache, MaskedAttentionAdapter, ShadowMaskRecorder
 
-POLICIES: dict[str, dict[str, Any]] = {"streaming": {}, "h2o": {}, "snapkv": {}}
-
-
-def make_model(layers: int, device: str, dtype: torch.dtype, vocabulary: int = 4096) -> LlamaForCausalLM:
-    """SmolLM2-135M's shapes; a small vocabulary where the head costs both sides the same."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=65536,
-    )
-    return LlamaForCausalLM(config).to(device, dtype).eval()
+PLAIN, DOUBLE = "DynamicCache", "DynamicCache, 2x keys"
+EVERY = 32  # of the amortised variant
+SLICED = ("streaming", "h2o")  # policies of the peer that concatenates and gathers
+# Policy, steps between evictions.
+WAYS = (("streaming", 1), ("h2o", 1), ("snapkv", 1), ("snapkv", EVERY))
+QUICK = "--shapes tiny --batch 2 --keys 64 --layers 2 --steps 32 --vocabulary 64"
 
 
-def seconds(call: Any, device: str) -> float:
-    """Time one call."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the script."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--shapes", nargs="+", default=["smollm2", "qwen3-0.6b", "mha"], choices=list(SHAPES))
+    made.add_argument("--batch", type=int, default=8)
+    made.add_argument("--keys", type=int, default=1024)
+    made.add_argument("--steps", type=int, default=3 * EVERY, help=f"a multiple of {EVERY}")
+    made.add_argument("--warmup", type=int, default=4)
+    made.add_argument("--recording", action=argparse.BooleanOptionalAction, default=True, help="time it unrecorded too")
+    add_model_arguments(made, layers=8)
+    return made
+
+
+def case_of(policy: str, every: int, recorded: bool) -> str:
+    """Name of one of our ways."""
+    often = "" if every == 1 else f" every {every} steps"
+    return f"{policy}{often}{'' if recorded else ', not recorded'}"
+
+
+def held_at(cache: DynamicCache, keys: int) -> Callable[[], None]:
+    """Return what takes the newest keys off a plain cache, so that it keeps its length over the steps."""
+
+    def cut() -> None:
+        extra = cache.get_seq_length() - keys
+        if extra:
+            cache.crop(-extra)
+
+    return cut
+
+
+def sliced(policy: str) -> str:
+    """Name of a peer that concatenates and gathers."""
+    return f"{policy}, sliced and concatenated"
 
 
 @torch.no_grad()
-def main(args: argparse.Namespace) -> None:
-    """Time every policy's steps in turn with the plain cache's."""
-    model = make_model(args.layers, args.device, getattr(torch, args.dtype))
-    adapter = MaskedAttentionAdapter(model)
-    ids = torch.randint(4096, (args.batch, args.keys), device=args.device)
-    token = ids[:, :1]
-    caches: dict[str, Any] = {"DynamicCache": DynamicCache(config=model.config)}
-    for name in args.policies:
-        for recorded in (False, True):
-            caches[f"{name}, {'recorded' if recorded else 'not recorded'}"] = CompressedCache(
-                model.config,
-                make_policy(name, **POLICIES[name]),
-                args.keys,
-                evict_every=1,
-                recorder=ShadowMaskRecorder() if recorded else None,
-            )
-    for cache in caches.values():
-        model(input_ids=ids, cache=cache, logits_to_keep=1)
-    times: dict[str, list[float]] = {name: [] for name in caches}
-    for step in range(args.warmup + args.steps):
-        for name, cache in caches.items():
-            taken = seconds(lambda cache=cache: model(input_ids=token, cache=cache), args.device)
-            if step >= args.warmup:
-                times[name].append(taken)
-    adapter.remove()
-    plain = times["DynamicCache"]
-    results = {}
-    print(f"{args.batch} rows, {args.keys} keys, {args.layers} layers, {args.dtype}, {torch.get_num_threads()} threads")
-    for name, taken in times.items():
-        ratio = statistics.median(a / b for a, b in zip(taken, plain, strict=True))
-        results[name] = {"median_ms": 1e3 * statistics.median(taken), "ratio": ratio}
-        print(f"{name:28} median {1e3 * statistics.median(taken):8.1f} ms   ratio {ratio:.2f}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2))
+def measure(args: argparse.Namespace) -> list[Result]:
+    """Time every way's steps in turn, one shape after the other."""
+    if args.steps % EVERY:
+        raise SystemExit(f"--steps must be a multiple of {EVERY}, so that every period is whole.")
+    results = []
+    for shape in args.shapes:
+        times, sizes = measure_shape(shape, args)
+        results += rows(shape, times, sizes, args.recording)
+        gc.collect()  # layers and the keys they handed out know each other; the next shape needs the room
+    return results
+
+
+def measure_shape(shape: str, args: argparse.Namespace) -> tuple[Times, dict[str, int]]:
+    """Times of one shape, and bytes of the caches."""
+    model = make_model(shape, args)
+    plain, slicing = plain_twin(model), plain_twin(model)
+    slicing.set_attn_implementation(peers.NAME)
+    ids = torch.randint(args.vocabulary, (args.batch, 2 * args.keys), device=args.device)
+    caches: dict[str, tuple[Any, Any]] = {}
+    for name in (PLAIN, DOUBLE):
+        caches[name] = plain, DynamicCache(config=model.config)
+    for policy in SLICED:
+        caches[sliced(policy)] = slicing, peers.slicing_cache(model.config, args.keys, policy)
+    for policy, every in WAYS:
+        for recorded in (False, True) if args.recording else (True,):
+            recorder = ShadowMaskRecorder() if recorded else None
+            cache = CompressedCache(model.config, policy, args.keys, evict_every=every, recorder=recorder)
+            caches[case_of(policy, every, recorded)] = model, cache
+    with MaskedAttentionAdapter(model):
+        for name, (runner, cache) in caches.items():
+            runner(input_ids=ids if name == DOUBLE else ids[:, : args.keys], cache=cache, logits_to_keep=1)
+        times = alternate(
+            {name: step(runner, cache, ids[:, :1]) for name, (runner, cache) in caches.items()},
+            device=args.device,
+            repeats=args.steps,
+            warmup=args.warmup,
+            before={PLAIN: held_at(caches[PLAIN][1], args.keys), DOUBLE: held_at(caches[DOUBLE][1], 2 * args.keys)},
+            label=f"decode, {shape}",
+        )
+    return times, {name: cache_bytes(cache) for name, (_, cache) in caches.items()}
+
+
+def step(model: Any, cache: Any, token: torch.Tensor) -> Callable[[], Any]:
+    """Return one decoding step."""
+    return lambda: model(input_ids=token, cache=cache)
+
+
+def rows(shape: str, times: Times, sizes: dict[str, int], recording: bool) -> list[Result]:
+    """Rows of one shape."""
+    claim = f"decode step, {shape}"
+    own = [(case_of(policy, every, True), every) for policy, every in WAYS]
+    results = [times.result(claim, name, PLAIN, bytes=sizes[name]) for name in (PLAIN, DOUBLE, *map(sliced, SLICED))]
+    results += [times.result(claim, name, PLAIN, 0.8, every, bytes=sizes[name]) for name, every in own]
+    half, same = f"{claim}, half the keys", f"{claim}, same policy"
+    results += [times.result(half, name, DOUBLE, 0.5, every, bytes=sizes[name]) for name, every in own]
+    results += [times.result(same, policy, sliced(policy), bytes=sizes[policy]) for policy in SLICED]
+    if recording:
+        for policy, every in WAYS:
+            name, without = case_of(policy, every, True), case_of(policy, every, False)
+            results.append(times.result(f"recording, {shape}", name, without, 1.03, every, of="not recorded"))
+    return results
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--keys", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path)
-    main(parser.parse_args())
+    main(parser(), measure)

@@ -1,30 +1,45 @@
-"""One learner step, forward and backward: both tracks of SMD against a plain dense GRPO step, in one run.
+"""One learner step, forward and backward: both tracks of SMD against a plain dense GRPO step.
 
     python -m benchmarks.learner              # one group of 8, prompt 1,024, response 128, half the prompt's keys kept
 
-Peers: TorchRL's ``GRPOLoss`` on full logits of whole rows, and what TRL's trainer computes (whole rows, logits of the
-response only). The rest is this library's: its dense and masked policy term with rows run whole and with shared
-prompts, and both tracks.
+Peers: TorchRL's `GRPOLoss` on full logits of whole rows, and what TRL's trainer computes (whole rows, logits of the
+response only), on the same weights without an adapter. With ``--all``: this library's terms one by one, and with every
+row run whole. The vocabulary is small for the peers' sake: full logits of 49,152 tokens take six times as much.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torchrl.modules.distributions import LLMMaskedCategorical
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
+from transformers import PreTrainedModel
 
-from benchmarks.decode import make_model
+from benchmarks._measure import Result, alternate, peak
+from benchmarks._report import main
+from benchmarks.models import SHAPES, add_model_arguments, make_model, plain_twin
 from smdlib import GRPOLoss, MaskedAttentionAdapter, ShadowMask, SMDLoss
-from tests.cache.allocations import Allocations
+
+TORCHRL, TRL, MASKED, BOTH = "TorchRL GRPOLoss, full logits", "TRL's computation", "masked track", "both tracks"
+QUICK = "--shape tiny --group 4 --prompt 32 --response 8 --layers 2 --repeats 1 --vocabulary 64 --all"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the script."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--shape", default="smollm2", choices=list(SHAPES))
+    made.add_argument("--group", type=int, default=8)
+    made.add_argument("--prompt", type=int, default=1024)
+    made.add_argument("--response", type=int, default=128)
+    made.add_argument("--budget", type=float, default=0.5)
+    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--all", action="store_true", help="each term alone too, and rows run whole")
+    add_model_arguments(made, layers=4, vocabulary=8192)
+    return made
 
 
 class FullLogits(torch.nn.Module):
@@ -41,11 +56,11 @@ class FullLogits(torch.nn.Module):
         return LLMMaskedCategorical(logits=shifted, mask=batch["masks", "all_assistant_mask"])
 
 
-def make_batch(model: Any, group: int, prompt: int, response: int, budget: float, device: str) -> TensorDict:
+def make_batch(model: Any, group: int, prompt: int, response: int, budget: float) -> TensorDict:
     """A group's rows; every layer and KV head has lost other keys of the prompt, the same in all rows."""
     torch.manual_seed(1)
+    device, total = model.device, prompt + response
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
-    total = prompt + response
     ids = torch.randint(model.config.vocab_size, (group, total), device=device)
     ids[:, :prompt] = ids[:1, :prompt]
     shadow = ShadowMask.dense(group, total, layers, heads, device=device)
@@ -66,101 +81,80 @@ def make_batch(model: Any, group: int, prompt: int, response: int, budget: float
     )
 
 
-def make_ways(model: Any, batch: TensorDict) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return a function per way that gives the loss."""
-    adapter = MaskedAttentionAdapter(model)
-    adapter.head()
+def peer_losses(model: PreTrainedModel, batch: TensorDict) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return what computes the loss of each peer."""
     response = int(batch["masks", "all_assistant_mask"][0].sum())
-    plain = batch.exclude("shadow").set("advantage", batch["advantage"][:, None, None].expand(*batch.shape, 1, 1))
-    plain = plain.set("advantage", plain["advantage"].expand(-1, batch["tokens", "full"].shape[1], 1).contiguous())
+    ids, old = batch["tokens", "full"], batch["log_probs", "full"][:, -response:]
+    per_token = batch["advantage"][:, None, None].expand(*ids.shape, 1).contiguous()
+    plain = batch.exclude("shadow").set("advantage", per_token)
     torchrl = TorchRLGRPOLoss(FullLogits(model), masking_strategy="generic", entropy_bonus=False, entropy_coeff=0.0)
 
-    def torchrl_way() -> torch.Tensor:
-        return torchrl(plain).loss_objective
-
-    def trl_way() -> torch.Tensor:
-        ids = batch["tokens", "full"]
+    def trl() -> torch.Tensor:
         logits = model(input_ids=ids, use_cache=False, logits_to_keep=response + 1).logits[:, :-1].float()
         chosen = logits.gather(-1, ids[:, -response:, None]).squeeze(-1) - logits.logsumexp(-1)
-        ratio = (chosen - batch["log_probs", "full"][:, -response:]).exp()
-        advantage = batch["advantage"][:, None]
+        ratio, advantage = (chosen - old).exp(), batch["advantage"][:, None]
         return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
 
-    def own(loss: Any, share: bool) -> Callable[[], torch.Tensor]:
-        def way() -> torch.Tensor:
+    return {TORCHRL: lambda: torchrl(plain).loss_objective, TRL: trl}
+
+
+def own_losses(
+    adapter: MaskedAttentionAdapter, batch: TensorDict, every: bool
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return what computes each of our losses, prompts shared unless the name says otherwise."""
+    adapter.head()  # checked once, at the first use
+    modules = {MASKED: GRPOLoss(adapter), BOTH: SMDLoss(adapter)}
+    if every:
+        modules["dense track"] = GRPOLoss(adapter, dense=True)
+
+    def way(loss: Any, share: bool) -> Callable[[], torch.Tensor]:
+        def compute() -> torch.Tensor:
             adapter.share_prompts = share
             output = loss(batch)
             return sum(value for name, value in output.items() if name.startswith("loss_") and value is not None)
 
-        return way
+        return compute
 
-    return {
-        "TorchRL GRPOLoss, full logits": torchrl_way,
-        "TRL's computation": trl_way,
-        "dense, rows whole": own(GRPOLoss(adapter, dense=True), False),
-        "masked, rows whole": own(GRPOLoss(adapter), False),
-        "both tracks, rows whole": own(SMDLoss(adapter), False),
-        "dense, prompts shared": own(GRPOLoss(adapter, dense=True), True),
-        "masked, prompts shared": own(GRPOLoss(adapter), True),
-        "both tracks, prompts shared": own(SMDLoss(adapter), True),
-    }
+    ways = {name: way(loss, True) for name, loss in modules.items()}
+    if every:
+        ways |= {f"{name}, rows whole": way(loss, False) for name, loss in modules.items()}
+    return ways
 
 
-def step(model: Any, way: Callable[[], torch.Tensor], device: str) -> float:
-    """Seconds of one forward and backward pass."""
-    model.zero_grad()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    way().backward()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+def steps(model: Any, plain: Any, batch: TensorDict, adapter: MaskedAttentionAdapter, every: bool) -> dict[str, Any]:
+    """Return the steps of all ways: gradients are cleared, and stay allocated."""
+
+    def step(runner: Any, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            runner.zero_grad(set_to_none=False)
+            loss().backward()
+
+        return run
+
+    ways = {name: step(plain, loss) for name, loss in peer_losses(plain, batch).items()}
+    return ways | {name: step(model, loss) for name, loss in own_losses(adapter, batch, every).items()}
 
 
-def peak(model: Any, way: Callable[[], torch.Tensor]) -> int:
-    """Peak of live storage above what was there before, in bytes; gradients of the weights are not counted."""
-    model.zero_grad(set_to_none=False)
-    with Allocations() as measured:
-        way().backward()
-    return measured.peak
-
-
-def main(args: argparse.Namespace) -> None:
+def measure(args: argparse.Namespace) -> list[Result]:
     """Time all ways in turn."""
-    model = make_model(args.layers, args.device, getattr(torch, args.dtype), args.vocabulary)
-    batch = make_batch(model, args.group, args.prompt, args.response, args.budget, args.device)
-    ways = make_ways(model, batch)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for repetition in range(args.repetitions + 1):
-        for name, way in ways.items():
-            taken = step(model, way, args.device)
-            if repetition:
-                times[name].append(taken)
-    baseline, results = times["TorchRL GRPOLoss, full logits"], {}
-    print(
-        f"group {args.group}, prompt {args.prompt}, response {args.response}, {args.layers} layers, vocabulary "
-        f"{args.vocabulary}, {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    )
-    for name, taken in times.items():
-        ratio = statistics.median(a / b for a, b in zip(taken, baseline, strict=True))
-        memory = peak(model, ways[name])
-        results[name] = {"median_s": statistics.median(taken), "ratio": ratio, "peak_bytes": memory}
-        print(f"{name:30} median {statistics.median(taken):7.2f} s   ratio {ratio:5.2f}   peak {memory / 1e6:8.0f} MB")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2))
+    model = make_model(args.shape, args)
+    plain = plain_twin(model)
+    batch = make_batch(model, args.group, args.prompt, args.response, args.budget)
+    with MaskedAttentionAdapter(model) as adapter:
+        ways = steps(model, plain, batch, adapter, args.all)
+        for runner in (model, plain):  # gradients of the weights are there before anything is counted
+            for weight in runner.parameters():
+                weight.grad = torch.zeros_like(weight)
+        # The first step of each is the counted one.
+        peaks = {name: peak(way).peak for name, way in ways.items()}
+        times = alternate(ways, device=args.device, repeats=args.repeats, warmup=0, label="learner")
+    claim = f"learner step, {args.group} x ({args.prompt} + {args.response}) tokens, vocabulary {args.vocabulary}"
+    results = [times.result(claim, name, TORCHRL, 0.3 if name == BOTH else None, bytes=peaks[name]) for name in ways]
+    results.append(times.result("second track on top of the first", BOTH, MASKED, 1.15, bytes=peaks[BOTH]))
+    ratio = peaks[BOTH] / peaks[TORCHRL]
+    results.append(Result("learner's peak", BOTH, ratio=ratio, of=TORCHRL, goal=1.0, bytes=peaks[BOTH]))
+    return results
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--response", type=int, default=128)
-    parser.add_argument("--budget", type=float, default=0.5)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocabulary", type=int, default=49152)
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path)
-    main(parser.parse_args())
+    main(parser(), measure)
