@@ -91,9 +91,9 @@ def cells(result: Result) -> tuple[str, ...]:
         result.claim,
         result.case,
         duration(result.seconds),
-        "" if result.ratio is None else f"{result.ratio:.2f}" if result.ratio >= 0.1 else f"{result.ratio:.4f}",
+        "" if result.ratio is None else f"{result.ratio:.2f}" if abs(result.ratio) >= 0.1 else f"{result.ratio:.2g}",
         result.of,
-        "" if result.goal is None else f"{'=' if result.exactly else '<='} {result.goal:g}",
+        "" if result.goal is None else f"{'=' if result.exactly else '<='} {result.goal:.3g}",
         {None: "", True: "yes", False: "no"}[result.met],
         size(result.bytes),
     )

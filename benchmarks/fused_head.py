@@ -1,31 +1,36 @@
-"""Log-prob, entropy and KL of N tokens: the fused head against full logits, forward and backward, in one run.
+"""Log-prob, entropy and KL of N tokens: the fused head against full logits, forward and backward.
 
     python -m benchmarks.fused_head            # N = 1024, hidden 896, V = 151,936 (the shapes of Qwen2.5-0.5B)
 
-Measured on 2 CPU cores, float32, torch 2.13.0, 5 repetitions:
-
-    fused: median  10.18 s, extra memory    12.6 MB = 0.020 of full logits
-    plain: median  13.93 s, extra memory  3808.1 MB = 6.119 of full logits
-    time ratio fused / plain (median of pairs): 0.73; largest difference of gradients 1.3e-06
-
-Alternating repetitions, medians; extra memory is the peak of live storage above what was there before, less the
-gradients of hidden states and weight that either way has to return. Full logits take N * V * 4 bytes = 622 MB.
+Extra memory is the peak of live storage above what was there before, less the gradients of hidden states and weight
+that either way has to return. Full logits take N * V * 4 bytes = 622 MB.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks._measure import Result, alternate, peak
+from benchmarks._report import main
 from smdlib.losses import linear_scores
-from tests.cache.allocations import Allocations
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+FUSED, FULL = "fused", "full logits"
+QUICK = "--tokens 512 --width 32 --vocabulary 32768 --repeats 1"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the script."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("tokens", 1024), ("width", 896), ("vocabulary", 151_936), ("repeats", 3)):
+        made.add_argument(f"--{name}", type=int, default=default)
+    made.add_argument("--device", default="cpu")
+    return made
 
 
 def fused(hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor, upstream: Tensor) -> None:
@@ -56,57 +61,35 @@ def make_inputs(tokens: int, width: int, vocabulary: int, device: str) -> Inputs
     return hidden.requires_grad_(), weight.requires_grad_(), targets, teacher, torch.randn(3, tokens, device=device)
 
 
-def run(way: Callable[..., None], inputs: Inputs) -> tuple[float, tuple[Tensor, Tensor]]:
-    """Seconds of one forward and backward pass, and the gradients."""
+def measure(args: argparse.Namespace) -> list[Result]:
+    """Time both ways in turn, and compare their gradients."""
+    inputs = make_inputs(args.tokens, args.width, args.vocabulary, args.device)
     hidden, weight, *_ = inputs
-    hidden.grad = weight.grad = None
-    if hidden.is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    way(*inputs)
-    if hidden.is_cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    assert hidden.grad is not None and weight.grad is not None
-    return seconds, (hidden.grad, weight.grad)
+    grads: dict[str, tuple[Any, Any]] = {}
 
+    def way(name: str, compute: Callable[..., None]) -> Callable[[], None]:
+        def run() -> None:
+            hidden.grad = weight.grad = None
+            compute(*inputs)
+            grads[name] = hidden.grad, weight.grad
 
-def extra_memory(way: Callable[..., None], inputs: Inputs) -> int:
-    """Peak bytes above the start, less the returned gradients."""
-    hidden, weight, *_ = inputs
-    hidden.grad = weight.grad = None
-    with Allocations() as allocations:
-        way(*inputs)
-    return allocations.peak - hidden.nbytes - weight.nbytes
+        return run
 
-
-def main() -> None:
-    """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 1024), ("width", 896), ("vocabulary", 151_936), ("repeats", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
-    inputs = make_inputs(options.tokens, options.width, options.vocabulary, options.device)
-    times: dict[str, list[float]] = {"fused": [], "plain": []}
-    grads = {}
-    for _ in range(options.repeats):
-        for name, way in (("fused", fused), ("plain", plain)):
-            seconds, grads[name] = run(way, inputs)
-            times[name].append(seconds)
-    error = max(float((a - b).abs().max()) for a, b in zip(grads["fused"], grads["plain"], strict=True))
-    grads.clear()
-    full = options.tokens * options.vocabulary * 4
-    print(f"{options.tokens} tokens, width {options.width}, vocabulary {options.vocabulary}, {options.device}, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}")  # fmt: skip
-    for name, way in (("fused", fused), ("plain", plain)):
-        extra = extra_memory(way, inputs)
-        print(f"{name}: median {statistics.median(times[name]):6.2f} s, extra memory {extra / 1e6:7.1f} MB = "
-              f"{extra / full:.3f} of full logits")  # fmt: skip
-    print(f"time ratio fused / plain (median of pairs): "
-          f"{statistics.median(a / b for a, b in zip(times['fused'], times['plain'], strict=True)):.2f}; "
-          f"largest difference of gradients {error:.1e}")  # fmt: skip
+    ways = {FUSED: way(FUSED, fused), FULL: way(FULL, plain)}
+    extra = {name: peak(run).peak - hidden.nbytes - weight.nbytes for name, run in ways.items()}
+    largest = max(float((a - b).abs().max()) for a, b in zip(grads[FUSED], grads[FULL], strict=True))
+    assert largest < 1e-4, f"gradients differ by {largest}: the two do not compute the same"
+    times = alternate(ways, device=args.device, repeats=args.repeats, warmup=0, label="fused head")
+    logits = 4 * args.tokens * args.vocabulary
+    claim = f"head, {args.tokens} tokens, vocabulary {args.vocabulary}"
+    results = [times.result(claim, name, FULL, 1.3 if name == FUSED else None) for name in (FULL, FUSED)]
+    for name in (FULL, FUSED):
+        goal = 1 / 3 if name == FUSED else None
+        results.append(
+            Result("head, extra memory", name, None, extra[name] / logits, "one [N, V]", goal, bytes=extra[name])
+        )
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    main(parser(), measure)

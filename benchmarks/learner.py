@@ -87,7 +87,8 @@ def peer_losses(model: PreTrainedModel, batch: TensorDict) -> dict[str, Callable
     ids, old = batch["tokens", "full"], batch["log_probs", "full"][:, -response:]
     per_token = batch["advantage"][:, None, None].expand(*ids.shape, 1).contiguous()
     plain = batch.exclude("shadow").set("advantage", per_token)
-    torchrl = TorchRLGRPOLoss(FullLogits(model), masking_strategy="generic", entropy_bonus=False, entropy_coeff=0.0)
+    actor: Any = FullLogits(model)
+    torchrl = TorchRLGRPOLoss(actor, masking_strategy="generic", entropy_bonus=False, entropy_coeff=0.0)
 
     def trl() -> torch.Tensor:
         logits = model(input_ids=ids, use_cache=False, logits_to_keep=response + 1).logits[:, :-1].float()
@@ -111,7 +112,8 @@ def own_losses(
         def compute() -> torch.Tensor:
             adapter.share_prompts = share
             output = loss(batch)
-            return sum(value for name, value in output.items() if name.startswith("loss_") and value is not None)
+            terms = [value for name, value in output.items() if name.startswith("loss_") and value is not None]
+            return torch.stack(terms).sum()
 
         return compute
 
@@ -131,6 +133,9 @@ def steps(model: Any, plain: Any, batch: TensorDict, adapter: MaskedAttentionAda
 
         return run
 
+    for runner in (model, plain):  # before anything is counted
+        for weight in runner.parameters():
+            weight.grad = torch.zeros_like(weight)
     ways = {name: step(plain, loss) for name, loss in peer_losses(plain, batch).items()}
     return ways | {name: step(model, loss) for name, loss in own_losses(adapter, batch, every).items()}
 
@@ -142,9 +147,6 @@ def measure(args: argparse.Namespace) -> list[Result]:
     batch = make_batch(model, args.group, args.prompt, args.response, args.budget)
     with MaskedAttentionAdapter(model) as adapter:
         ways = steps(model, plain, batch, adapter, args.all)
-        for runner in (model, plain):  # gradients of the weights are there before anything is counted
-            for weight in runner.parameters():
-                weight.grad = torch.zeros_like(weight)
         # The first step of each is the counted one.
         peaks = {name: peak(way).peak for name, way in ways.items()}
         times = alternate(ways, device=args.device, repeats=args.repeats, warmup=0, label="learner")

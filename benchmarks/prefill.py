@@ -88,19 +88,18 @@ def measure_batch(model: Any, plain: Any, batch: int, args: argparse.Namespace) 
     for policy in args.policies:
         goal = 2.0 if tracks_attention(policy_of(policy)) else 1.1
         results.append(times.result(claim, policy, PLAIN, goal, bytes=peaks[policy]))
-    square = 4 * batch * args.tokens**2  # one head of every row
-    for policy in args.policies:
-        extra = peaks[policy] - peaks[PLAIN]
-        results.append(
-            Result(
-                claim=f"peak above plain, {batch} x {args.tokens} tokens",
-                case=policy,
-                ratio=extra / square,
-                of="P x P of one head",
-                goal=1.0,
-                bytes=extra,
-            )
+    worst = max(args.policies, key=lambda policy: peaks[policy])
+    extra = peaks[worst] - peaks[PLAIN]
+    results.append(
+        Result(
+            claim=f"peak above a plain prefill's, {batch} x {args.tokens} tokens",
+            case=f"{worst}, the most of {len(args.policies)} policies",
+            ratio=extra / (4 * batch * args.tokens**2),
+            of="P x P of one head",
+            goal=1.0,
+            bytes=extra,
         )
+    )
     return results
 
 
