@@ -7,7 +7,7 @@ from torch import Tensor
 
 from smdlib.cache.settings import CacheSettings
 from smdlib.cache.table import SlotTable
-from smdlib.policies import CacheView, checked_scores, evict_indices, keep_indices
+from smdlib.policies import CacheView, checked_scores, evict_indices, keep_indices, worst_indices
 from smdlib.policies.adaptive import ScoreAllocation, checked_budgets
 
 
@@ -39,7 +39,7 @@ def choose_kept(settings: CacheSettings, view: CacheView) -> tuple[Tensor, Tenso
     return budget, index, valid
 
 
-def free_worst(settings: CacheSettings, view: CacheView, slots: SlotTable, most: int) -> None:
+def free_worst(settings: CacheSettings, view: CacheView, slots: SlotTable, most: int, budget: int | None) -> None:
     """Empty the slots of the worst keys of every head that is over its budget, and record them.
 
     Args:
@@ -47,8 +47,15 @@ def free_worst(settings: CacheSettings, view: CacheView, slots: SlotTable, most:
         view: The slots in use, ``[B, H, K, D]``.
         slots: Storage that the view looks at; nothing in it is moved.
         most: Upper bound of the number of keys over budget, at most ``K``.
+        budget: That of every row and head, where it is one for all.
     """
     scores = checked_scores(settings.policy, view)
+    if slots.full and budget is not None and slots.used > budget:
+        index = worst_indices(scores, view.positions, slots.used - budget)
+        if settings.recorder is not None:
+            settings.recorder.record(view.layer_idx, view.positions.gather(2, index), None, view.seen)
+        slots.free_for_next(index)
+        return
     index, valid = evict_indices(scores, view.positions, view.budget, most)
     if settings.recorder is not None:
         settings.recorder.record(view.layer_idx, view.positions.gather(2, index), valid, view.seen)

@@ -70,7 +70,7 @@ class CompressedLayer(CacheLayerMixin):
         self.columns = 0
         self._decoded = 0
         self._most_present = 0
-        self._least_budget = 0
+        self._budgets = (0, 0)  # least and largest of all rows and heads
         self._prompt_complete = False
         self._step: _Step | None = None
         self._announced: int | None = None
@@ -114,6 +114,12 @@ class CompressedLayer(CacheLayerMixin):
     def is_first(self) -> bool:
         """Whether the keys on offer are exactly the new tokens, so that the model's own mask is right."""
         return self.slots is None
+
+    @property
+    def gapless(self) -> bool:
+        """Whether the keys on offer are those of slots all of which are known to hold one."""
+        decoding = self._step is not None and not self._step.prefill
+        return decoding and self.slots is not None and self.slots.full
 
     @property
     def blocks(self) -> list[Block] | None:
@@ -224,6 +230,7 @@ class CompressedLayer(CacheLayerMixin):
             mass: float32 ``[B, H, K]``, the attention mass that these queries gave, where the policy tracks it.
             scaling: Factor of the attention logits.
         """
+        gapless = self.gapless
         step, self._step = self._step, None
         assert step is not None and self.padding is not None
         if self.queries is not None:
@@ -232,24 +239,27 @@ class CompressedLayer(CacheLayerMixin):
         seen = self.columns - self.padding
         if self.layer_idx == 0 and self.settings.recorder is not None:
             self.settings.recorder.observe(self.settings.owner, seen, self.columns)
-        if mass is not None and self.slots is not None and self.slots.mass is not None:
-            mass[:, :, : self.slots.used] += self.slots.mass[:, :, : self.slots.used]
         if step.prefill:
+            if mass is not None and self.slots is not None and self.slots.mass is not None:
+                mass[:, :, : self.slots.used] += self.slots.mass[:, :, : self.slots.used]
             self._set_budget(seen, heads=step.keys.shape[1])
             self._compact(self._view(step.keys, step.values, positions, mass, seen, scaling))
             return
         assert self.slots is not None
         if mass is not None and self.slots.mass is not None:
-            self.slots.mass[:, :, : self.slots.used] = mass
+            mass = self.slots.mass[:, :, : self.slots.used].add_(mass)
         self._decoded += 1
         self._most_present += 1
         every = self.settings.evict_every
         if every is not None and self._decoded % every == 0:
             most = every + self._shrink_budget()
-            if self._most_present > self._least_budget:
-                view = self._view(*self.slots.shown(), positions, mass, seen, scaling)
-                free_worst(self.settings, view, self.slots, min(most, positions.shape[2]))
-            self.slots.find_free(self.settings.reserve)
+            least, largest = self._budgets
+            if self._most_present > least:
+                view = self._view(*self.slots.shown(), positions, mass, seen, scaling, gapless)
+                budget = least if least == largest else None
+                free_worst(self.settings, view, self.slots, min(most, positions.shape[2]), budget)
+            if self.slots.room < every:
+                self.slots.find_free(every)
 
     def _shrink_budget(self) -> int:
         """Follow an allocation that shrinks while decoding; return by how many keys a head's budget fell at most."""
@@ -258,7 +268,7 @@ class CompressedLayer(CacheLayerMixin):
             return 0
         assert before is not None and self._full_budget is not None
         self.budget = stepped(allocation, self._full_budget, self._decoded)
-        self._least_budget = int(self.budget.min())
+        self._budgets = int(self.budget.min()), int(self.budget.max())
         return max(0, int((before - self.budget).max()))
 
     def _set_budget(self, seen: Tensor, heads: int) -> None:
@@ -275,7 +285,14 @@ class CompressedLayer(CacheLayerMixin):
         self.budget = self.settings.allocation(rows, self.settings.num_layers, heads)[self.layer_idx]
 
     def _view(
-        self, keys: Tensor, values: Tensor, positions: Tensor, mass: Tensor | None, seen: Tensor, scaling: float
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        mass: Tensor | None,
+        seen: Tensor,
+        scaling: float,
+        gapless: bool = False,
     ) -> CacheView:
         assert self.budget is not None
         return CacheView(
@@ -291,6 +308,7 @@ class CompressedLayer(CacheLayerMixin):
             scaling=scaling,
             generators=self.settings.generators,
             token_ids=self._token_ids(positions),
+            gapless=positions if gapless else None,
         )
 
     def _token_ids(self, positions: Tensor) -> Tensor | None:
@@ -300,7 +318,7 @@ class CompressedLayer(CacheLayerMixin):
     def _compact(self, view: CacheView) -> None:
         """After a prefill (chunk): keep the best keys of each head, packed to the front of the slots."""
         self.budget, index, valid = choose_kept(self.settings, view)
-        self._full_budget, self._least_budget = self.budget, int(self.budget.min())
+        self._full_budget, self._budgets = self.budget, (int(self.budget.min()), int(self.budget.max()))
         needs = self.budget + self.settings.reserve
         if isinstance(self.settings.allocation, ScoreAllocation):
             self.slots = RaggedSlots(view.keys, view.values, needs, self.tracks_attention)

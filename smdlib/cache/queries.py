@@ -30,6 +30,10 @@ class QueryWindow:
         if self._ring is None:
             self._ring = query.new_zeros(*query.shape[:2], self.window, query.shape[-1])
         newest = query[:, :, -self.window :].detach()
+        if newest.shape[2] == 1:  # every decoded token
+            self._ring[:, :, self._head] = newest[:, :, 0]
+            self._head = (self._head + 1) % self.window
+            return
         slots = (torch.arange(newest.shape[2], device=query.device) + self._head) % self.window
         self._ring.index_copy_(2, slots, newest)
         self._head = (self._head + newest.shape[2]) % self.window

@@ -116,6 +116,7 @@ class RaggedSlots(SlotTable):
     ) -> None:
         """Replace the content by the chosen keys, packed to the front; see `KVSlots.fill`."""
         self._refill(positions, mass, index, valid)
+        self.held = None  # the table is wider than the blocks of most heads
         counts = valid.sum(-1).flatten()
         index, heads = index.flatten(0, 1), keys.shape[1]
         for block in self.blocks:

@@ -33,8 +33,11 @@ class EvictionRecorder(Protocol):
         """Note that the owner's cache is about to see the tokens ``ids [B, Q]``, padded columns."""
         ...
 
-    def record(self, layer_idx: int, positions: Tensor, evicted: Tensor, seen: Tensor) -> None:
-        """Note that keys at ``positions [B, H, K]`` are ``evicted [B, H, K]`` for queries from ``seen [B]`` on."""
+    def record(self, layer_idx: int, positions: Tensor, evicted: Tensor | None, seen: Tensor) -> None:
+        """Note that keys at ``positions [B, H, K]`` are ``evicted`` for queries from ``seen [B]`` on.
+
+        ``evicted`` is bool ``[B, H, K]``, or ``None`` for all.
+        """
         ...
 
     def map_rows(self, rows: Callable[[Tensor], Tensor]) -> None:

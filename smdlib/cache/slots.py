@@ -87,7 +87,7 @@ class KVSlots(SlotTable):
         with torch.no_grad():
             self.keys[:, :, self.used : end] = keys
             self.values[:, :, self.used : end] = values  # the mass of slots that were never in use is 0
-        self.used = end
+        self.used, self.held = end, None
         return *self.shown(), True
 
     def write(self, key: Tensor, value: Tensor, position: Tensor) -> None:

@@ -241,7 +241,12 @@ def shadow_attention(
     padding = attention_mask.padding(query.shape[0], query.device)
     first = cached.is_first
     positions = cached.offered_positions(padding, query.shape[2])
-    visible = attention_mask.dense(query.device) if first else attention_mask.visible(positions, padding)
+    if first:
+        visible = attention_mask.dense(query.device)
+    elif query.shape[2] == 1:
+        visible = attention_mask.visible_to_newest(positions, padding, cached.gapless)
+    else:
+        visible = attention_mask.visible(positions, padding)
     if cached.blocks is not None and inner is fused_attention:
         _refuse_eager_only(module, kwargs)
         assert visible is not None
@@ -251,9 +256,9 @@ def shadow_attention(
     if cached.blocks is not None and cached.slots is not None:
         key, value = cached.slots.shown()  # padded to the width of the largest head
     single = query.shape[2] == 1 and key.dtype == torch.float32 and not dropout
-    if single and cached.tracks_attention and inner is fused_attention:
+    if single and inner is fused_attention:
         _refuse_eager_only(module, kwargs)
-        output, mass = decode_attention(query, key, value, visible, scale)
+        output, mass = decode_attention(query, key, value, visible, scale, cached.tracks_attention)
         cached.commit(query, positions, mass, scale)
         return output, None
     output, weights = inner(module, query, key, value, visible, scaling, dropout, **kwargs)

@@ -91,18 +91,18 @@ class ShadowMaskRecorder:
                 "time need a recorder each."
             )
 
-    def record(self, layer_idx: int, positions: Tensor, evicted: Tensor, seen: Tensor) -> None:
+    def record(self, layer_idx: int, positions: Tensor, evicted: Tensor | None, seen: Tensor) -> None:
         """Note evictions of one layer.
 
         Args:
             layer_idx: Index of the layer.
             positions: int64 ``[B, H, K]``, unpadded positions of keys.
-            evicted: bool ``[B, H, K]``, which of them have just been evicted.
+            evicted: bool ``[B, H, K]``, which of them have just been evicted; ``None`` for all.
             seen: int64 ``[B]``; the first query that cannot see them any more is the one at position ``seen[b]``.
         """
         table = self._table(layer_idx, positions)
         # The last column takes the writes of keys that stay.
-        index = torch.where(evicted, positions, table.shape[2] - 1)
+        index = positions if evicted is None else torch.where(evicted, positions, table.shape[2] - 1)
         table.scatter_(2, index, seen.to(torch.int32)[:, None, None].expand_as(index))
 
     def _table(self, layer_idx: int, positions: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 
 class MaskSpec:
@@ -96,6 +96,24 @@ class MaskSpec:
         """
         queries = torch.arange(self.query_length, device=positions.device)[None] + self.arguments["q_offset"]
         return self._evaluate(queries, positions + padding[:, None, None], positions >= 0)
+
+    def visible_to_newest(self, positions: Tensor, padding: Tensor, gapless: bool) -> Tensor | None:
+        """Evaluate the pattern for one decoded token, which is newer than every key: fewer operations than `visible`.
+
+        Args:
+            positions: int64 ``[B, H, K]``, unpadded key positions, ``-1`` for no key.
+            padding: int64 ``[B]``, padded columns in front of each row.
+            gapless: Whether every position is known to be a key's.
+
+        Returns:
+            bool ``[B, H, 1, K]``, or ``None`` if every key is seen.
+
+        Raises:
+            ValueError: if the model overlays a mask that cannot be evaluated key by key.
+        """
+        if self._pattern() is not causal_mask_function:
+            return self.visible(positions, padding)
+        return None if gapless else (positions >= 0)[:, :, None]
 
     def between(self, queries: Tensor, positions: Tensor) -> Tensor:
         """Evaluate the pattern at arbitrary queries and keys of rows without padding.

@@ -23,7 +23,7 @@ from .random_policy import RandomPolicy
 from .recent import RecentPolicy
 from .registry import available_policies, make_policy, register_policy
 from .rkv import RKVPolicy
-from .select import checked_scores, evict_indices, keep_indices
+from .select import checked_scores, evict_indices, keep_indices, worst_indices
 from .snapkv import SnapKVPolicy
 from .steps import StepAllocation, StepwiseAllocation
 from .streaming import StreamingPolicy
@@ -64,4 +64,5 @@ __all__ = [
     "register_policy",
     "resolve_budget",
     "tracks_attention",
+    "worst_indices",
 ]

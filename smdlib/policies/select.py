@@ -51,7 +51,8 @@ def checked_scores(policy: EvictionPolicy, view: CacheView) -> Tensor:
     if scores.device != view.positions.device:
         raise PolicyError(f"{where}: scores are on {scores.device}, expected {view.positions.device}, like the keys")
     # One number to read in the good case: the smallest score of a key is NaN if any is, and -inf if any is.
-    if scores.numel() and not torch.where(view.present, scores, float("inf")).amin() > float("-inf"):
+    known = scores if view.all_present else torch.where(view.present, scores, float("inf"))
+    if scores.numel() and not known.amin() > float("-inf"):
         _explain(scores, view, where)
     return scores
 
@@ -142,6 +143,28 @@ def evict_indices(scores: Tensor, positions: Tensor, budget: Tensor, max_evict: 
         return rank.argmin(-1, keepdim=True), _first(count, 1)
     slots = rank.topk(min(max_evict, rank.shape[-1]), dim=-1, largest=False).indices
     return _padded(slots, _first(count, slots.shape[-1]), max_evict)
+
+
+def worst_indices(scores: Tensor, positions: Tensor, count: int) -> Tensor:
+    """The ``count`` worst keys of each head, as `evict_indices` chooses them, where it is known that no slot is empty.
+
+    Args:
+        scores: ``[B, H, K]`` float32, checked.
+        positions: ``[B, H, K]`` int64 from 0 to below 2**31, no position twice in a head.
+        count: M, from 1 to K.
+
+    Returns:
+        Slots ``[B, H, M]`` int64, the worst first.
+
+    Example:
+        >>> worst_indices(torch.tensor([[[0.5, 0.0, 0.7, 0.0]]]), torch.tensor([[[2, 5, 1, 0]]]), count=1)
+        tensor([[[3]]])
+    """
+    if count > 1:
+        return rank_keys(scores, positions).topk(count, dim=-1, largest=False).indices
+    # No ranks, but three looks at the scores: this runs at every decoded token.
+    lowest = scores.amin(-1, keepdim=True)
+    return torch.where(scores == lowest, positions, _INT64.max).argmin(-1, keepdim=True)
 
 
 def rank_keys(scores: Tensor, positions: Tensor) -> Tensor:

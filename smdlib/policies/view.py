@@ -31,6 +31,7 @@ class CacheView:
         scaling: factor on the query-key products before the softmax.
         generators: one random generator per row, or None.
         token_ids: ``[B, H, K]`` int64, id of the key's token, -1 for an empty slot, or None.
+        gapless: ``positions`` itself where its maker knows that no slot is empty, else None; see `all_present`.
 
     Example:
         >>> import torch
@@ -55,6 +56,7 @@ class CacheView:
     attention: Tensor | None = None
     generators: Sequence[torch.Generator] | None = None
     token_ids: Tensor | None = None
+    gapless: Tensor | None = None
 
     @classmethod
     def of_prompt(
@@ -104,6 +106,12 @@ class CacheView:
         return self.positions >= 0
 
     @property
+    def all_present(self) -> bool:
+        """Whether every slot is known to hold a key, without a look at the tensors; False says nothing."""
+        # The same object: a view copied with other positions does not inherit what was known of these.
+        return self.gapless is self.positions
+
+    @property
     def num_kv_heads(self) -> int:
         """H, the number of KV heads."""
         return self.positions.shape[1]
@@ -125,4 +133,5 @@ class CacheView:
             protected: ``[B, H, K]`` bool.
         """
         # torch.where, not masked_fill: this runs at every decoded token, and masked_fill takes twice as long.
-        return torch.where(self.present, torch.where(protected, float("inf"), scores), float("-inf"))
+        kept = torch.where(protected, float("inf"), scores)
+        return kept if self.all_present else torch.where(self.present, kept, float("-inf"))

@@ -12,7 +12,7 @@ def test_output_and_mass(masked):
     query, key, value = torch.randn(2, 6, 1, 8), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     shape = {"none": None, "all heads alike": (2, 1, 1, 5), "per head": (2, 3, 1, 5)}[masked]
     visible = None if shape is None else torch.rand(shape) > 0.4
-    output, mass = decode_attention(query, key, value, visible, scaling=0.7)
+    output, mass = decode_attention(query, key, value, visible, scaling=0.7, want_mass=True)
     expected = torch.zeros(2, 3, 5)
     for row in range(2):
         for head in range(6):
@@ -27,5 +27,5 @@ def test_output_and_mass(masked):
 
 def test_a_query_that_sees_nothing():
     one = torch.ones(1, 1, 3, 4)
-    output, mass = decode_attention(one[:, :, :1], one, one, torch.zeros(1, 1, 1, 3).bool(), scaling=1.0)
+    output, mass = decode_attention(one[:, :, :1], one, one, torch.zeros(1, 1, 1, 3).bool(), 1.0, want_mass=True)
     assert output.eq(0).all() and mass.eq(0).all()

@@ -13,6 +13,7 @@ from smdlib.policies import (
     evict_indices,
     keep_indices,
     make_policy,
+    worst_indices,
 )
 
 INF, NAN = float("inf"), float("nan")
@@ -87,6 +88,20 @@ def test_evicting_one_key_is_the_first_of_evicting_many(case):
     many, many_valid = evict_indices(scores, positions, budget, positions.shape[-1])
     assert torch.equal(valid, many_valid[..., :1])
     assert torch.equal(slot[valid], many[..., :1][valid])
+
+
+@given(heads(), st.integers(1, 12))
+def test_the_worst_of_full_heads_are_those_that_eviction_chooses(case, count):
+    scores, positions, _ = case
+    full = (positions >= 0).all(-1).all(-1)
+    if not full.any():
+        positions = positions.clamp(min=0) + torch.arange(positions.shape[-1]) * 100  # no two alike
+        scores = scores.nan_to_num(0.0, INF, -INF)
+    else:
+        scores, positions = scores[full], positions[full]
+    count = min(count, positions.shape[-1])
+    expected, _ = evict_indices(scores, positions, torch.zeros(positions.shape[:2], dtype=torch.int64), count)
+    assert torch.equal(worst_indices(scores, positions, count), expected)
 
 
 @given(heads(values=(INF, 0.0)))
