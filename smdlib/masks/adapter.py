@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from smdlib.cache.support import UnsupportedModelError, check_supported, text_config
 from smdlib.masks.attention import Attention, eager_attention, fused_attention, shadow_attention
 from smdlib.masks.calls import prepare_call
+from smdlib.masks.flex import replay_attention
 from smdlib.masks.head import LanguageHead, check_head, language_head
 from smdlib.masks.installation import NAMES, owner_of, previous_implementation, resolve_backend, take_over
 from smdlib.masks.passes import check_rows, run_pass, run_shared, run_whole
@@ -23,7 +24,11 @@ from smdlib.masks.sharding import agree, check_sharding
 from smdlib.masks.shared import View, split_rows
 from smdlib.masks.spec import mask_spec
 
-_BACKENDS: dict[str, Attention] = {"sdpa": fused_attention, "eager": eager_attention}
+_BACKENDS: dict[str, Attention] = {
+    "sdpa": partial(shadow_attention, inner=fused_attention),
+    "eager": partial(shadow_attention, inner=eager_attention),
+    "flex": replay_attention,
+}
 _OWN_ARGUMENTS = {"use_cache", "cache", "past_key_values", "position_ids", "labels", "inputs_embeds", "return_dict"}
 
 
@@ -34,10 +39,16 @@ class MaskedAttentionAdapter(nn.Module):
     caches) computes what it did before. It is also the learner's way to masked log-probs: a module around the model,
     to be handed to the losses as their actor.
 
+    ``backend="flex"`` replays evictions by FlexAttention, for learners on CUDA: no mask of queries times keys is made,
+    and one kernel, compiled at first use, serves all layers and lengths (heads of at least 16 numbers each). All else
+    is as with ``"sdpa"``: rollouts, prompts, passes without a record, and patterns that are not causal, sliding or
+    chunked, whose exact dense mask is made after all. On the CPU it scores without gradient only, slowly; it was
+    tested there, and has not been run on a GPU yet.
+
     Args:
         model: A transformers causal language model.
-        backend: ``"sdpa"``, ``"eager"``, or ``"auto"``: sdpa, except for models that cap logits, have sinks or do not
-            support it, which take their own eager attention.
+        backend: ``"sdpa"``, ``"eager"``, ``"flex"`` (below), or ``"auto"``: sdpa, except for models that cap logits,
+            have sinks or do not support it, which take their own eager attention.
         share_prompts: Let `response_states`, and with it the losses, compute each distinct prompt of a batch once.
 
     Raises:
@@ -92,7 +103,7 @@ class MaskedAttentionAdapter(nn.Module):
     def _register(self) -> None:
         """Make the attention known to transformers, in this process."""
         name = NAMES[self.backend]
-        AttentionInterface.register(name, partial(shadow_attention, inner=_BACKENDS[self.backend]))
+        AttentionInterface.register(name, _BACKENDS[self.backend])
         AttentionMaskInterface.register(name, mask_spec)
 
     def _own(self) -> None:

@@ -13,7 +13,7 @@ from smdlib.masks.calls import prepare_call
 
 _PREFIX = "smdlib_"
 # transformers recognises some implementations by substrings of their names, so ours avoid them.
-NAMES = {"sdpa": _PREFIX + "fused", "eager": _PREFIX + "plain"}
+NAMES = {"sdpa": _PREFIX + "fused", "eager": _PREFIX + "plain", "flex": _PREFIX + "limits"}
 _OWNER = "_smdlib_adapter"
 
 
@@ -58,15 +58,15 @@ def previous_implementation(model: PreTrainedModel) -> str:
     if owner_of(model) is not None:
         raise ValueError("this model already has a MaskedAttentionAdapter; use that one, or remove() it first.")
     # A copy made while an adapter was installed, or an adapter that nobody holds any more.
-    return next(plain for plain, own in NAMES.items() if own == name)
+    return "eager" if name == NAMES["eager"] else "sdpa"
 
 
 def resolve_backend(model: PreTrainedModel, previous: str, backend: str) -> str:
-    """Choose between the model's sdpa and eager attention, or refuse."""
+    """Choose between the model's sdpa and eager attention and FlexAttention, or refuse."""
     if backend not in ("auto", *NAMES):
         raise ValueError(
-            f"backend {backend!r} cannot take one mask per KV head; use 'auto', 'sdpa' or 'eager' (flash kernels have "
-            "no mask argument, and flex attention has no backward on CPU)."
+            f"backend {backend!r} cannot take one mask per KV head; use 'auto', 'sdpa', 'eager' or 'flex' (flash "
+            "kernels have no mask argument, and transformers' flex attention takes the mask of one head for all)."
         )
     if previous not in ("sdpa", "eager"):
         raise ValueError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from smdlib.masks.limits import Limits
 from smdlib.masks.shadow import NEVER, UNKNOWN, ShadowMask, check_record
 from smdlib.masks.spec import MaskSpec
 
@@ -44,6 +45,19 @@ class Pass(Protocol):
 
     applied: set[int]
 
+    def limits(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Limits] | None:
+        """Say what one layer attends to, but for the model's own pattern.
+
+        Args:
+            layer_idx: Index of the layer.
+            key: ``[B, H, C, D]`` of this pass's tokens.
+            value: ``[B, H, C, D]``.
+
+        Returns:
+            Keys and values ``[B, H, K, D]`` with their limits; ``None`` where nothing is evicted: ask `seen`.
+        """
+        ...
+
     def seen(self, layer_idx: int, key: Tensor, value: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor, Tensor | None]:
         """Say what one layer attends to.
 
@@ -71,27 +85,36 @@ class Replay:
 
     def __init__(self, shadow_mask: ShadowMask, starts: Tensor, lengths: Tensor, columns: int) -> None:
         evicted_at = shadow_mask.evicted_at.to(starts.device)
-        position = torch.arange(columns, device=starts.device) - starts[:, None]  # [B, C]
-        recorded = (position >= 0) & (position < lengths[:, None]) & (position < evicted_at.shape[1])
+        column = torch.arange(columns, device=starts.device)
+        position = column - starts[:, None]  # [B, C]
+        real = (position >= 0) & (position < lengths[:, None])
+        recorded = real & (position < evicted_at.shape[1])
         index = position.clamp(0, evicted_at.shape[1] - 1)[:, :, None, None].expand(-1, -1, *evicted_at.shape[2:])
-        aligned = torch.where(recorded[:, :, None, None], evicted_at.gather(1, index), NEVER)
-        self._evicted_at = aligned.permute(2, 0, 3, 1).contiguous()  # [L, B, H, C]
-        self._query = position
+        # Counted in columns, like the model's own pattern; never stays never.
+        start = starts.int()[:, None, None, None]
+        until = torch.minimum(evicted_at, NEVER - start) + start
+        until = torch.where(recorded[:, :, None, None], until.gather(1, index), NEVER)
+        until = torch.where(real[:, :, None, None], until, 0)
+        self._until = until.permute(2, 0, 3, 1).contiguous()  # [L, B, H, C]
+        self._columns = column.int().repeat(len(starts), 1)
+        self._blocks: dict[Any, Any] = {}
         self.applied: set[int] = set()
+
+    def limits(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Limits]:
+        """Return keys and values as they are, with the limits of every column; see `Pass`."""
+        self.applied.add(layer_idx)
+        queries, until = self._columns.to(key.device), self._until[layer_idx].to(key.device)
+        keys = queries[:, None].repeat(1, until.shape[1], 1)
+        return key, value, Limits(queries, keys, until, self._blocks)
 
     def seen(self, layer_idx: int, key: Tensor, value: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys and values as they are, and what may be seen, bool ``[B, H, C, C]``; see `Pass`."""
-        return key, value, self._visible(layer_idx, spec, key.device)
-
-    def _visible(self, layer_idx: int, spec: MaskSpec, device: torch.device) -> Tensor:
-        self.applied.add(layer_idx)
-        query, gone = self._query.to(device), self._evicted_at[layer_idx].to(device)
-        shadow = query[:, None, :, None] < gone[:, :, None, :]
-        dense = spec.dense(device)
+        key, value, limits = self.limits(layer_idx, key, value)
+        dense = spec.dense(key.device)
         if dense is None:
-            columns = torch.arange(shadow.shape[-1], device=shadow.device)
-            return shadow & (columns <= columns[:, None])
-        return shadow & dense
+            columns = torch.arange(key.shape[2], device=key.device)
+            dense = columns <= columns[:, None]
+        return key, value, limits.visible() & dense
 
 
 def check_fits(

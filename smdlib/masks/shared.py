@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smdlib.masks.limits import Limits
 from smdlib.masks.shadow import NEVER, ShadowMask
 from smdlib.masks.spec import MaskSpec
 
@@ -142,6 +143,9 @@ class PromptPass:
         """Keep what there is: activation checkpointing runs the layers again in the backward pass."""
         self._sealed = True
 
+    def limits(self, layer_idx: int, key: Tensor, value: Tensor) -> None:
+        """Nothing is evicted while a prompt is read; see `smdlib.masks.replay.Pass`."""
+
     def seen(self, layer_idx: int, key: Tensor, value: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor, Tensor | None]:
         """Note the keys and values ``[U, H, P, D]`` of one layer, and leave attention as it is."""
         self.applied.add(layer_idx)
@@ -166,6 +170,36 @@ class ResponsePass:
         self._prompt_positions = torch.where(columns < rows.first[:, None], columns, -1)  # [B, P]
         self._queries = rows.first[:, None] + torch.arange(rows.tokens.shape[1], device=columns.device)  # [B, Q]
         self._evicted_at = None if view.shadow is None else view.shadow.evicted_at.to(columns.device)
+        self._blocks: dict[Any, Any] = {}
+
+    def limits(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Limits] | None:
+        """Put the prompts' keys that a record left in front of the responses' own, with the limits of all.
+
+        Args:
+            layer_idx: Index of the layer.
+            key: ``[B, H, Q, D]``, the responses' own.
+            value: ``[B, H, Q, D]``.
+
+        Returns:
+            Keys and values ``[B, H, K, D]`` and their limits, counted in positions; ``None`` for a dense view.
+        """
+        if self._evicted_at is None:
+            return None
+        self.applied.add(layer_idx)
+        keys, values = self._stash(layer_idx)
+        rows, device = self._rows.group.to(key.device), key.device
+        queries = self._queries.to(device)
+        gone = self._evicted_at[:, :, layer_idx].to(device).transpose(1, 2)  # [B, H, T]
+        kept = self._kept(gone)
+        head = torch.arange(key.shape[1], device=device)[:, None]
+        positions = torch.cat([kept, queries[:, None].expand(-1, key.shape[1], -1)], 2)
+        until = gone.gather(2, positions.clamp(0, gone.shape[2] - 1))
+        # The record may end one token early; what it does not cover was never evicted.
+        until = torch.where(positions < gone.shape[2], until, NEVER)
+        until = torch.where(positions >= 0, until, 0)
+        chosen = rows[:, None, None], head, kept.clamp(min=0)
+        limits = Limits(queries.int(), positions.clamp(min=0).int(), until, self._blocks)
+        return torch.cat([keys[chosen], key], 2), torch.cat([values[chosen], value], 2), limits
 
     def seen(self, layer_idx: int, key: Tensor, value: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor, Tensor]:
         """Put the prompts' keys in front of the responses' own.
@@ -179,29 +213,21 @@ class ResponsePass:
         Returns:
             Keys and values ``[B, H, K, D]``, and what may be seen of them, bool ``[B, 1 | H, Q, K]``.
         """
+        offered = self.limits(layer_idx, key, value)
+        if offered is not None:
+            key, value, limits = offered
+            return key, value, spec.between(limits.queries, limits.keys) & limits.visible()
         self.applied.add(layer_idx)
-        keys, values = self._prompt.keys[layer_idx], self._prompt.values[layer_idx]
-        if not self._gradient:
-            keys, values = keys.detach(), values.detach()
-        rows, device = self._rows.group.to(key.device), key.device
-        queries = self._queries.to(device)
-        own = queries[:, None]  # [B, 1, Q]
-        if self._evicted_at is None:
-            positions = torch.cat([self._prompt_positions.to(device)[:, None], own], 2)
-            visible = spec.between(queries, positions)
-            return torch.cat([keys[rows], key], 2), torch.cat([values[rows], value], 2), visible
-        gone = self._evicted_at[:, :, layer_idx].to(device).transpose(1, 2).long()  # [B, H, T]
-        kept = self._kept(gone)
-        head = torch.arange(key.shape[1], device=device)[:, None]
-        index = kept.clamp(min=0)
-        positions = torch.cat([kept, own.expand(-1, key.shape[1], -1)], 2)
+        keys, values = self._stash(layer_idx)
+        rows, queries = self._rows.group.to(key.device), self._queries.to(key.device)
+        positions = torch.cat([self._prompt_positions.to(key.device), queries], 1)[:, None]
         visible = spec.between(queries, positions)
-        until = gone.gather(2, positions.clamp(0, gone.shape[2] - 1))
-        # The record may end one token early; what it does not cover was never evicted.
-        until = torch.where(positions < gone.shape[2], until, NEVER)
-        visible = visible & (queries[:, None, :, None] < until[:, :, None, :])
-        chosen = rows[:, None, None], head, index
-        return torch.cat([keys[chosen], key], 2), torch.cat([values[chosen], value], 2), visible
+        return torch.cat([keys[rows], key], 2), torch.cat([values[rows], value], 2), visible
+
+    def _stash(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[U, H, P, D]`` of the prompts in one layer."""
+        keys, values = self._prompt.keys[layer_idx], self._prompt.values[layer_idx]
+        return (keys, values) if self._gradient else (keys.detach(), values.detach())
 
     def _kept(self, gone: Tensor) -> Tensor:
         """Positions of the prompt's keys that the first response query still sees, int64 ``[B, H, K]``, -1 for none."""

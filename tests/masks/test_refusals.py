@@ -176,17 +176,18 @@ def test_models_loaded_with_a_backend_that_takes_no_mask(model, implementation):
 @pytest.mark.parametrize("backend", ["flash_attention_2", "flex_attention", "SDPA"])
 def test_backends_that_take_no_mask(model, backend):
     with pytest.raises(
-        ValueError, match=f"backend '{backend}' cannot take one mask per KV head; use 'auto', 'sdpa' or 'eager'"
+        ValueError, match=f"backend '{backend}' cannot take one mask per KV head; use 'auto', 'sdpa', 'eager' or 'flex'"
     ):
         MaskedAttentionAdapter(model, backend=backend)
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_fused_attention_for_soft_capping_or_sinks(family, prompts):
+def test_fused_attention_for_soft_capping_or_sinks(family, backend, prompts):
     model = make_model(family)
     with (
-        MaskedAttentionAdapter(model, backend="sdpa") as adapter,
+        MaskedAttentionAdapter(model, backend=backend) as adapter,
         pytest.raises(
             ValueError, match=r"which fused attention cannot compute; install the adapter with backend='eager'"
         ),
