@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo train test lint format docs clean
+.PHONY: help setup demo train study test lint format docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,10 @@ demo: $(STAMP) ## run the quickstart on a pretrained model
 QUICK_TRAIN := --updates 4 --prompts 2 --eval-prompts 4 --eval-every 4 --save-every 2 --out runs/quick
 train: $(STAMP) ## train a pretrained model with SMD (QUICK=1: a few updates)
 	$(BIN)/python examples/train_smd.py $(if $(QUICK),$(QUICK_TRAIN)) $(ARGS)
+
+# Goes on where it was stopped: a finished run is never lost, and never done again.
+study: $(STAMP) ## run the study of all arms, below 3 hours on 2 cores (QUICK=1: whether it works, minutes)
+	$(BIN)/python -m examples.study run --workers $(JOBS) $(if $(QUICK),--quick --out runs/study_quick) $(ARGS)
 
 # One thread per worker: more threads than cores only get in each other's way.
 # Offline: a test that reaches for the network is a mistake, and should fail at once.

@@ -1,0 +1,94 @@
+"""Each of the paper's claims as a comparison of arms, with a verdict that the intervals decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .setting import Eviction, Setting
+from .statistics import Estimate, paired
+from .table import Table
+
+MARGIN = 0.03
+"""Two arms count as equally good when the interval of their difference lies above minus this."""
+
+EVALUATIONS = ("dense", "sparse")
+Kind = Literal["better", "as good"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``one`` is better than, or as good as, ``other``.
+
+    Attributes:
+        text: What is claimed.
+        one: The arm that it is claimed of.
+        other: The arm it is compared with.
+        kind: ``better`` holds where the whole interval of the difference is above 0, ``as good`` where it is above
+            ``-MARGIN``.
+        where: Settings it is looked at in, whatever their arm and seed.
+    """
+
+    text: str
+    one: str
+    other: str
+    kind: Kind
+    where: tuple[Setting, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One difference: where, in which evaluation, how large, and whether the claim holds there."""
+
+    where: str
+    evaluation: str
+    estimate: Estimate
+    holds: bool
+
+
+def findings(claim: Claim, table: Table) -> list[Finding]:
+    """Compare the arms wherever both were run."""
+    found = []
+    for setting in claim.where:
+        for evaluation in EVALUATIONS:
+            one = table.values(setting.but(arm=claim.one), evaluation)
+            other = table.values(setting.but(arm=claim.other), evaluation)
+            if one.keys() & other.keys():
+                estimate = paired(one, other)
+                holds = estimate.low > (0 if claim.kind == "better" else -MARGIN)
+                found.append(Finding(f"{setting.task} {setting.eviction.label}", evaluation, estimate, holds))
+    return found
+
+
+def verdict(found: Sequence[Finding]) -> str:
+    """``holds`` everywhere, ``partly``, or ``not seen here``."""
+    if not found:
+        return "not run"
+    held = sum(finding.holds for finding in found)
+    return "holds" if held == len(found) else "partly" if held else "not seen here"
+
+
+def paper_claims(main: Eviction, seventy: Eviction, random: Eviction, rate: float) -> list[Claim]:
+    """Return the claims of arXiv 2605.06850, and the questions that come with them."""
+
+    def at(*evictions: Eviction) -> tuple[Setting, ...]:
+        return tuple(Setting("", task, one, rate) for one in evictions for task in ("chase", "ledger"))
+
+    return [
+        Claim("SMD is as good as dense at 50 %", "smd", "dense", "as good", at(main)),
+        Claim("SMD is as good as dense at 70 %", "smd", "dense", "as good", at(seventy)),
+        Claim("SMD is better than naive", "smd", "naive", "better", at(main, random, seventy)),
+        Claim("SMD is better than naive with the sampler's ratio", "smd", "naive_sampler", "better", at(main)),
+        Claim("SMD is better than TIS", "smd", "tis", "better", at(main, random, seventy)),
+        Claim("SMD is better than Sparse-RL at 50 %", "smd", "sparse_rl", "better", at(main, random)),
+        Claim("SMD is better than Sparse-RL at 70 %", "smd", "sparse_rl", "better", at(seventy)),
+        Claim("Sparse-RL is better than naive", "sparse_rl", "naive", "better", at(main, random, seventy)),
+        Claim("Track 1 alone improves on naive", "smd_track1", "naive", "better", at(main, random, seventy)),
+        Claim("Track 2 alone improves on naive", "track2", "naive", "better", at(main, random, seventy)),
+        Claim("Track 2 improves on Track 1", "smd", "smd_track1", "better", at(main, random, seventy)),
+        Claim("Track 1 improves on Track 2 alone", "smd", "track2", "better", at(main, random, seventy)),
+        Claim("Random selection: SMD is as good as dense", "smd", "dense", "as good", at(random)),
+        Claim("The KL alone, without sparse rollouts, is as good as SMD", "dense_kl", "smd", "as good", at(main)),
+        Claim("The KL alone, without sparse rollouts, improves on dense", "dense_kl", "dense", "better", at(main)),
+    ]

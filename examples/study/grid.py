@@ -1,0 +1,101 @@
+"""Which runs the study consists of, the ones that carry a claim first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .model import Shape
+from .pretrain import Pretraining
+from .setting import Eviction, Scale, Setting
+
+MAIN = Eviction("snapkv", 0.5)
+SEVENTY, TWENTY, RANDOM = Eviction("snapkv", 0.3), Eviction("snapkv", 0.8), Eviction("random", 0.5)
+H2O, RECENT, STEPS = Eviction("h2o", 0.5), Eviction("recent", 0.5), Eviction("snapkv", 0.5, every=1)
+RANDOM_SEVENTY = Eviction("random", 0.3)
+RATE, HIGH_RATE = 2e-4, 6e-4
+LAMBDAS = (0.03, 0.3, 0.8)  # 0 is smd_track1, 0.1 is smd
+
+EVERY = ("dense", "smd", "naive", "sparse_rl", "tis", "smd_track1", "track2", "dense_kl", "naive_sampler")
+SPARSE = ("smd", "naive", "sparse_rl", "tis", "smd_track1", "track2")
+FEW = ("smd", "naive", "sparse_rl", "smd_track1")
+# Arms that sample dense have no eviction of their own: they are evaluated under all of a task's.
+ELSEWHERE = {
+    "chase": (SEVENTY, TWENTY, RANDOM, H2O, RECENT, STEPS),
+    "ledger": (SEVENTY, RANDOM),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, and what else its result is evaluated under."""
+
+    setting: Setting
+    also: tuple[Eviction, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All jobs, in order, and the size of each."""
+
+    jobs: tuple[Job, ...]
+    scale: Scale = Scale()
+    shape: Shape = Shape()
+    pretraining: Pretraining = Pretraining()
+
+    @property
+    def checkpoints(self) -> list[tuple[str, int]]:
+        """Tasks and initialisations that are needed, in order."""
+        pairs = ((job.setting.task, job.setting.seed % self.scale.initialisations) for job in self.jobs)
+        return list(dict.fromkeys(pairs))
+
+
+def _jobs(arms: Iterable[str], seeds: Iterable[int], task: str, eviction: Eviction, **fields) -> list[Job]:
+    """Seed by seed, so that a grid that is stopped early has whole pairs."""
+    settings = [Setting(arm, task, eviction, seed=seed, **fields) for seed in seeds for arm in arms]
+    return [Job(one, ELSEWHERE[task] if one.arm in ("dense", "dense_kl") else ()) for one in settings]
+
+
+def full_grid() -> Grid:
+    """Return the grid of the report: 16 seeds where .03 is to be told apart, 5 elsewhere."""
+    five, more = range(5), range(5, 16)
+    blocks = [
+        _jobs(["start"], range(3), "chase", MAIN, rate=0.0),
+        _jobs(["start"], range(3), "ledger", MAIN, rate=0.0),
+        _jobs(EVERY, five, "chase", MAIN, rate=RATE),
+        _jobs(EVERY, five, "ledger", MAIN, rate=RATE),
+        _jobs(SPARSE, five, "chase", SEVENTY, rate=RATE),
+        _jobs(SPARSE, five, "chase", RANDOM, rate=RATE),
+        _jobs(EVERY, more, "chase", MAIN, rate=RATE),
+        _jobs(EVERY, five, "chase", MAIN, rate=HIGH_RATE),
+        *(_jobs(["smd"], five, "chase", MAIN, rate=RATE, coeff=coeff) for coeff in LAMBDAS),
+        _jobs(FEW, five, "ledger", SEVENTY, rate=RATE),
+        _jobs(FEW, five, "ledger", RANDOM, rate=RATE),
+        _jobs(FEW, five, "chase", TWENTY, rate=RATE),
+        _jobs(FEW, five, "chase", STEPS, rate=RATE),
+        *(_jobs(FEW, five, "chase", eviction, rate=RATE) for eviction in (H2O, RECENT)),
+        *(_jobs(("dense", "smd", "naive"), five, "chase", MAIN, rate=RATE, group=group) for group in (4, 16)),
+    ]
+    return Grid(tuple(job for block in blocks for job in block))
+
+
+def quick_grid() -> Grid:
+    """Return the same path in a few minutes: every arm twice, a small model that has hardly learned. Shows nothing."""
+    jobs = [
+        *_jobs(["start"], range(1), "chase", MAIN, rate=0.0),
+        *_jobs(EVERY, range(2), "chase", MAIN, rate=RATE),
+        *_jobs(("dense", "smd"), range(2), "ledger", MAIN, rate=RATE),
+    ]
+    return Grid(
+        tuple(Job(job.setting) for job in jobs),
+        Scale(updates=2, rows=16, probe_every=1, eval_prompts=16, eval_batch=16, initialisations=1),
+        Shape(hidden=32, feed_forward=48, layers=2),
+        Pretraining(target=0.0, max_steps=10, held_out=16, batch=8),
+    )
+
+
+def check_unique(jobs: Sequence[Job]) -> None:
+    """Refuse a grid that would do a run twice."""
+    keys = [job.setting.key for job in jobs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"runs named twice: {sorted({key for key in keys if keys.count(key) > 1})}")

@@ -1,0 +1,122 @@
+"""Supervised training from a fresh initialisation until greedy decoding solves some of the problems, but not most."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM
+
+from .model import Shape, make_model
+from .tasks import Problems, Task, all_right
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """When a checkpoint is done, and how it is reached.
+
+    Attributes:
+        target: Share of held-out problems that greedy decoding has to solve: room for the arms both ways.
+        slow_at: From this share on the rate is ``slow_rate``, so that the target is not jumped over.
+        batch: Problems per step.
+        check_every: Steps between two looks at the held-out problems.
+        max_steps: Without the target by then, it is an error.
+    """
+
+    target: float = 0.45
+    slow_at: float = 0.1
+    rate: float = 1e-3
+    slow_rate: float = 2e-4
+    warmup: int = 50
+    batch: int = 32
+    check_every: int = 10
+    held_out: int = 256
+    max_steps: int = 2000
+
+
+def pretrain(
+    task: Task, shape: Shape, seed: int, options: Pretraining, note: Callable[[str], None] = lambda text: None
+) -> LlamaForCausalLM:
+    """Train a model from the initialisation ``seed``, the same one for the same arguments.
+
+    Args:
+        task: Its problems.
+        shape: Of the model.
+        seed: Of the initialisation and of the problems.
+        options: See `Pretraining`.
+        note: Told how it goes.
+
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        RuntimeError: if the target was not reached.
+    """
+    model = make_model(task, shape, seed)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    held_out = task.problems(options.held_out, torch.Generator().manual_seed(999))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, foreach=False)
+    solved = 0.0
+    for step in range(1, options.max_steps + 1):
+        rate = options.slow_rate if solved >= options.slow_at else options.rate * min(1.0, step / options.warmup)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = _loss(model, task.problems(options.batch, generator), task.prompt_weight)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % options.check_every == 0:
+            with torch.no_grad():
+                # Greedy decoding is right everywhere exactly where it is right after each right beginning.
+                right = all_right(_answers(model, held_out).argmax(-1), held_out.answers)
+            solved = float(right.mean())
+            note(f"{task.name} {seed}: step {step}, loss {loss.item():.2f}, solved {solved:.2f}")
+            if solved >= options.target:
+                return model
+    raise RuntimeError(f"{task.name} from initialisation {seed} solves {solved:.2f} after {options.max_steps} steps.")
+
+
+def _loss(model: LlamaForCausalLM, problems: Problems, prompt_weight: float) -> torch.Tensor:
+    """Cross-entropy of the answers in nats, and that of the prompt's tokens where it has a weight."""
+    if not prompt_weight:
+        return cross_entropy(_answers(model, problems).flatten(0, 1), problems.answers.flatten())
+    ids = torch.cat([problems.prompts, problems.answers], 1)
+    losses = cross_entropy(model(input_ids=ids[:, :-1]).logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    prompt, answer = losses.split([problems.prompts.shape[1] - 1, problems.answers.shape[1]], 1)
+    return answer.mean() + prompt_weight * prompt.mean()
+
+
+def _answers(model: LlamaForCausalLM, problems: Problems) -> torch.Tensor:
+    """Logits ``[N, R, V]`` that predict the answers."""
+    ids = torch.cat([problems.prompts, problems.answers[:, :-1]], 1)
+    return model(input_ids=ids, logits_to_keep=problems.answers.shape[1]).logits
+
+
+def checkpoint(
+    folder: Path,
+    task: Task,
+    shape: Shape,
+    seed: int,
+    options: Pretraining,
+    note: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Return the file of the pre-trained weights; train them if it is not there.
+
+    Its name has a hash of all that the weights depend on, so that other options never find it.
+    """
+    what = json.dumps([type(task).__name__, vars(task), asdict(shape), seed, asdict(options)], sort_keys=True)
+    path = folder / f"{task.name}-{seed}-{blake2b(what.encode(), digest_size=6).hexdigest()}.pt"
+    if not path.exists():
+        model = pretrain(task, shape, seed, options, note)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        torch.save(model.state_dict(), part)
+        os.replace(part, path)
+    return path

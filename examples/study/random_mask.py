@@ -1,0 +1,51 @@
+"""A record that nobody made: random keys of each prompt gone once it is read, on tokens that were sampled dense."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from smdlib import ShadowMask
+from smdlib.masks import NEVER
+
+from .setting import Eviction
+
+
+def random_shadow(
+    shape: tuple[int, int, int, int], prompt: int, keep: float, group: int, generator: torch.Generator
+) -> Tensor:
+    """Evict all but a share of the prompts' keys, each head its own choice, each group of rows the same.
+
+    Args:
+        shape: Rows, tokens, layers and KV heads of the record.
+        prompt: Tokens of each prompt; its last one is a query of the response, whose key stays.
+        keep: Share of the prompt's keys that stays.
+        group: Rows that share a prompt.
+        generator: Draws the keys.
+
+    Returns:
+        ``evicted_at``, int32 ``[B, T, L, H]``.
+
+    Example:
+        >>> gone = random_shadow((2, 8, 1, 1), prompt=6, keep=0.5, group=2, generator=torch.Generator())
+        >>> (gone == 5).sum(1).flatten().tolist(), bool((gone[:, 5:] == NEVER).all())
+        ([2, 2], True)
+    """
+    rows, tokens, layers, heads = shape
+    score = torch.rand(rows // group, prompt - 1, layers, heads, generator=generator)
+    # What the cache does: ceil(keep * prompt) of the keys that were read stay, and the last token's comes on top.
+    gone = score.argsort(1).argsort(1) >= math.ceil(keep * prompt)
+    record = torch.full((rows // group, tokens, layers, heads), NEVER, dtype=torch.int32)
+    record[:, : prompt - 1] = record[:, : prompt - 1].masked_fill(gone, prompt - 1)
+    return record.repeat_interleave(group, 0)
+
+
+def add_random_masks(batch: TensorDictBase, eviction: Eviction, generator: torch.Generator) -> None:
+    """Put random records where the rollout left dense ones; ``batch["group_size"]`` rows share a prompt."""
+    dense = batch["shadow"]
+    prompt, group = int((~batch["masks", "all_assistant_mask"][0]).sum()), int(batch["group_size"][0])
+    evicted_at = random_shadow(tuple(dense.evicted_at.shape), prompt, eviction.keep, group, generator)
+    batch["shadow"] = ShadowMask(evicted_at=evicted_at, token_ids=dense.token_ids, batch_size=[len(batch)])

@@ -1,0 +1,194 @@
+"""The report: tables in reStructuredText, made from the results file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from .arms import ARMS
+from .claims import MARGIN, Finding, findings, paper_claims, verdict
+from .grid import H2O, HIGH_RATE, LAMBDAS, MAIN, RANDOM, RATE, RECENT, SEVENTY, STEPS, TWENTY
+from .setting import Eviction, Setting
+from .statistics import bootstrap, paired, short
+from .table import Table
+
+TASKS = ("chase", "ledger")
+NONE = "\u2013"
+
+
+def list_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], widths: str = "auto") -> str:
+    """Return a table in reStructuredText, or nothing without rows.
+
+    Example:
+        >>> print(list_table("Sizes", ["what", "size"], [["a", "1"]]))
+        .. list-table:: Sizes
+           :header-rows: 1
+           :widths: auto
+        <BLANKLINE>
+           * - what
+             - size
+           * - a
+             - 1
+        <BLANKLINE>
+    """
+    lines = [f".. list-table:: {title}", "   :header-rows: 1", f"   :widths: {widths}", ""]
+    body = list(rows)
+    for row in [header, *body]:
+        lines += [f"   {'* -' if not index else '  -'} {cell or NONE}" for index, cell in enumerate(row)]
+    return "\n".join(lines) + "\n" if body else ""
+
+
+def mean_cell(values: dict[int, float]) -> str:
+    """Mean and interval, or a dash."""
+    return str(bootstrap(list(values.values()))) if values else NONE
+
+
+def difference_cell(one: dict[int, float], other: dict[int, float]) -> str:
+    """Paired difference and interval, or a dash."""
+    return str(paired(one, other)) if one.keys() & other.keys() else NONE
+
+
+def settings_of(table: Table, arms: Iterable[str], at: Setting) -> list[Setting]:
+    """The settings like ``at`` of all arms that have results there."""
+    found = [at.but(arm=name) for name in arms]
+    return [one for one in found if table.values(one, "dense")]
+
+
+def accuracy(table: Table, at: Setting, title: str) -> str:
+    """Solved problems of all arms at one setting, with the difference to the dense arm and to naive."""
+    dense, naive = (table.values(at.but(arm=name), "dense") for name in ("dense", "naive"))
+    rows = []
+    for one in settings_of(table, [*ARMS], at):
+        solved = table.values(one, "dense")
+        gap = [
+            NONE if one.arm == name else difference_cell(solved, other)
+            for name, other in (("dense", dense), ("naive", naive))
+        ]
+        rows.append([one.arm, mean_cell(solved), mean_cell(table.values(one, "sparse")), *gap])
+    start = at.but(arm="start", rate=0.0, eviction=MAIN)
+    before = [mean_cell(table.values(start, name)) for name in ("dense", "sparse" if at.eviction == MAIN else "")]
+    if rows:
+        rows.insert(0, ["before", *before, NONE, NONE])
+    header = ["arm", "every key", "evicting", "every key, against dense", "every key, against naive"]
+    return list_table(title, header, rows)
+
+
+def claim_rows(table: Table) -> list[list[str]]:
+    """A row per claim: verdict, and the difference wherever it was looked at."""
+
+    def cell(finding: Finding) -> str:
+        return f"{'+' if finding.holds else NONE} {finding.where}, {finding.evaluation}: {finding.estimate}"
+
+    rows = []
+    for claim in paper_claims(MAIN, SEVENTY, RANDOM, RATE):
+        found = findings(claim, table)
+        block = "\n".join(f"       | {cell(finding)}" for finding in found).lstrip()
+        rows.append([claim.text, f"**{verdict(found)}**", block])
+    return rows
+
+
+def _point(name: str, index: int = -1) -> Callable[[dict[str, Any]], float | None]:
+    return lambda record: record["curve"][name][index] if name in record.get("curve", {}) else None
+
+
+def _largest(name: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda record: max(record["curve"][name]) if name in record.get("curve", {}) else None
+
+
+def figure_cell(values: dict[int, float], how: str = "{:.3g}") -> str:
+    """Mean over seeds, without an interval."""
+    return how.format(sum(values.values()) / len(values)) if values else NONE
+
+
+def mismatch(table: Table, at: Setting, title: str) -> str:
+    """What the learner of each arm was off by over the last ten updates, and how its gradient grew."""
+    columns: list[tuple[str, Callable[[dict[str, Any]], float | None], Callable]] = [
+        ("KL k1, nats", _point("kl_approx"), figure_cell),
+        ("KL k3, nats", _point("kl_approx_k3"), figure_cell),
+        ("largest ratio", _largest("max_ratio"), figure_cell),
+        ("ESS", _point("ESS"), figure_cell),
+        ("acceptance, 5th percentile", _point("acceptance_p5"), figure_cell),
+        ("rejected", _point("rejected_fraction"), figure_cell),
+        ("gradient norm, first 10", _point("grad_norm", 0), figure_cell),
+        ("gradient norm, last 10", _point("grad_norm"), figure_cell),
+        ("largest gap in any update, nats", lambda record: record["worst"]["max_mismatch"], worst_cell),
+    ]
+    rows = [
+        [one.arm, *(show(table.figure(one, read)) for _, read, show in columns)]
+        for one in settings_of(table, [*ARMS], at)
+    ]
+    return list_table(title, ["arm", *(name for name, _, _ in columns)], rows)
+
+
+def worst_cell(values: dict[int, float]) -> str:
+    """The largest over seeds."""
+    return f"{max(values.values()):.2g}" if values else NONE
+
+
+def cost(table: Table, at: Setting, title: str) -> str:
+    """Processor seconds and bytes of keys and values per update."""
+    names = ("seconds", "rollout_seconds", "kv_bytes")
+    rows = []
+    for one in settings_of(table, [*ARMS], at):
+        seconds, rollout, held = (table.figure(one, lambda record, name=name: record["cost"][name]) for name in names)
+        megabytes = {seed: value / 1e6 for seed, value in held.items()}
+        rows.append([one.arm, *(figure_cell(cells, "{:.2f}") for cells in (seconds, rollout, megabytes))])
+    return list_table(title, ["arm", "seconds per update", "of which sampling", "KV, MB per update"], rows)
+
+
+def factor(table: Table, title: str, name: str, arms: Sequence[str], levels: Sequence[tuple[str, Setting]]) -> str:
+    """Accuracy of some arms (columns) at the levels of a factor (rows): with every key, and evicting."""
+    rows = []
+    for label, at in levels:
+        for evaluation, words in (("dense", "every key"), ("sparse", "evicting")):
+            cells = [mean_cell(table.values(at.but(arm=one), evaluation)) for one in arms]
+            if any(cell != NONE for cell in cells):
+                rows.append([label, words, *cells])
+    return list_table(title, [name, "evaluated with", *arms], rows)
+
+
+def tables(table: Table) -> str:
+    """All tables of the report, in order."""
+
+    def at(eviction: Eviction = MAIN, task: str = "chase", **fields: Any) -> Setting:
+        return Setting("", task, eviction, **({"rate": RATE} | fields))
+
+    few = ("smd", "smd_track1", "naive", "sparse_rl", "dense")
+    parts = [
+        list_table("The paper's claims", ["claim", "verdict", "differences"], claim_rows(table), "30 12 58"),
+        f"``+``: holds there. *Better*: the whole 95 % interval of the paired difference is above 0; *as good*: it is "
+        f"above -{short(MARGIN)}. In brackets the number of seeds.\n",
+    ]
+    for task in TASKS:
+        for eviction in (MAIN, SEVENTY, RANDOM):
+            parts.append(accuracy(table, at(eviction, task), f"{task}, {eviction.label}: share of problems solved"))
+    parts += [mismatch(table, at(task=task), f"{task}, {MAIN.label}: sampler and learner") for task in TASKS]
+    parts += [cost(table, at(task=task), f"{task}, {MAIN.label}: cost of an update of 128 rows") for task in TASKS]
+    selections = [(one.label, at(one)) for one in (MAIN, RANDOM, H2O, RECENT)]
+    compressions = [(f"{round(100 * (1 - one.keep))} %", at(one)) for one in (TWENTY, MAIN, SEVENTY)]
+    lambdas = [("0", at(coeff=0.1))] + [(f"{coeff:g}", at(coeff=coeff)) for coeff in sorted((*LAMBDAS, 0.1))]
+    rates = [(f"{rate:g}", at(rate=rate)) for rate in (RATE, HIGH_RATE)]
+    groups = [(str(group), at(group=group)) for group in (4, 8, 16)]
+    steps = [("after the prompt", at()), ("and after every token", at(STEPS))]
+    parts += [
+        factor(table, "chase: selection", "selection", few, selections),
+        factor(table, "chase: compression", "compression", few, compressions),
+        factor(table, "chase: lambda 0, which is Track 1 alone", "lambda", ["smd_track1"], lambdas[:1]),
+        factor(table, "chase: lambda of SMD", "lambda", ["smd"], lambdas[1:]),
+        factor(table, "chase: learning rate", "rate", [*ARMS], rates),
+        factor(table, "chase: group size, 128 rows per update", "group", ("dense", "smd", "naive"), groups),
+        factor(table, "chase: when keys are evicted", "evicted", few[:4], steps),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def arms_table() -> str:
+    """What each arm does: the first column of the registry, in its order."""
+    rows = [[f"``{one.name}``", " ".join(one.about.split())] for one in ARMS.values()]
+    return list_table("Arms", ["arm", "what it does"], rows, "20 80")
+
+
+def images(table: Table, figures: Mapping[str, str]) -> str:
+    """Directives of the figures, for a page in the folder above the tables'; nothing without results."""
+    parts = [f".. image:: {path}\n   :alt: {words}\n" for path, words in figures.items()]
+    return "\n".join(parts) if table.records else ""

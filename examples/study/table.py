@@ -1,0 +1,49 @@
+"""Looks up runs by setting: values per seed, ready to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .setting import Eviction, Setting
+
+# They sample with every key, so that one run serves all evictions.
+SAMPLES_DENSE = ("dense", "dense_kl")
+
+
+class Table:
+    """The records of a results file.
+
+    Args:
+        records: As `study.run.run` returns them.
+    """
+
+    def __init__(self, records: Iterable[dict[str, Any]]) -> None:
+        self.records = list(records)
+        self.settings = [Setting.from_dict(record["setting"]) for record in self.records]
+        self._by_cell: dict[str, dict[int, dict[str, Any]]] = {}
+        for setting, record in zip(self.settings, self.records, strict=True):
+            self._by_cell.setdefault(setting.cell, {})[setting.seed] = record
+
+    def runs(self, setting: Setting) -> dict[int, dict[str, Any]]:
+        """Records of a setting by seed, whatever the setting's own seed."""
+        return self._by_cell.get(setting.cell, {})
+
+    def values(self, setting: Setting, evaluation: str, what: str = "solved") -> dict[int, float]:
+        """Accuracy by seed.
+
+        Args:
+            setting: Whose arm; one that samples dense is found at its own eviction and looked up at this one.
+            evaluation: ``dense``, or ``sparse`` for greedy decoding under the setting's own eviction.
+            what: ``solved`` or ``reward``.
+        """
+        name, runs = evaluation, self.runs(setting)
+        if not runs and setting.arm in SAMPLES_DENSE:
+            runs = self.runs(setting.but(eviction=Eviction()))
+            name = setting.eviction.label if evaluation == "sparse" else evaluation
+        return {seed: record[what][name] for seed, record in runs.items() if name in record[what]}
+
+    def figure(self, setting: Setting, read: Callable[[dict[str, Any]], float | None]) -> dict[int, float]:
+        """Any other number of a setting's runs by seed, where they have it."""
+        found = {seed: read(record) for seed, record in self.runs(setting).items()}
+        return {seed: value for seed, value in found.items() if value is not None}

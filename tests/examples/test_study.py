@@ -1,0 +1,326 @@
+"""The study: tasks, arms on library components, a grid that loses nothing, and a report that counts right."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.study import results
+from examples.study.arms import ARMS
+from examples.study.claims import Claim, findings, verdict
+from examples.study.grid import ELSEWHERE, Grid, Job, full_grid, quick_grid
+from examples.study.model import Shape, make_model, make_tokenizer
+from examples.study.pretrain import Pretraining, checkpoint
+from examples.study.random_mask import random_shadow
+from examples.study.report import tables
+from examples.study.rollout import add_dense_log_probs, sample
+from examples.study.run import TASKS, run, summary
+from examples.study.setting import Eviction, Scale, Setting
+from examples.study.statistics import bootstrap, paired
+from examples.study.table import Table
+from examples.study.tasks import all_right, share_right
+from examples.study.work import do_grid
+from smdlib import MaskedAttentionAdapter
+from smdlib.masks import NEVER
+
+SCALE = Scale(updates=1, rows=8, warmup=1, probe_every=1, eval_prompts=4, eval_batch=4, initialisations=1)
+SHAPE = Shape(hidden=32, feed_forward=48, layers=2)
+PRETRAINING = Pretraining(target=0.0, max_steps=10, held_out=8, batch=4)
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Checkpoints of the small model."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def do(folder: Path, arm: str, **fields) -> dict:
+    scale = replace(SCALE, updates=fields.pop("updates", 1))
+    return run(Setting(arm, group=4, **fields), scale, SHAPE, PRETRAINING, folder)
+
+
+# ---------------------------------------------------------------------------------------------------------- the tasks
+
+
+def words(name: str, seed: int = 0) -> tuple[list[str], list[str]]:
+    """One problem in words."""
+    problem = TASKS[name].problems(1, torch.Generator().manual_seed(seed))
+    vocabulary = TASKS[name].vocabulary
+    return [vocabulary[i] for i in problem.prompts[0]], [vocabulary[i] for i in problem.answers[0]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_chase_is_answered_by_the_edge_that_most_copies_agree_on(seed):
+    prompt, answer = words("chase", seed)
+    votes: dict[str, list[str]] = {}
+    for edge in prompt:
+        if ">" in edge and edge != "<map>":
+            source, target = edge.split(">")
+            votes.setdefault(source, []).append(target)
+    at, route = prompt[-1], []
+    for _ in answer:
+        at = max(votes[at], key=votes[at].count)
+        route.append(at)
+    assert sum(a == b for a, b in zip(route, answer, strict=True)) >= 5, (
+        "a copy in five is wrong, a majority hardly ever"
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_ledger_is_answered_by_reading_it(seed):
+    prompt, answer = words("ledger", seed)
+    amounts = {
+        entry: amount for entry, amount in zip(prompt, prompt[1:], strict=False) if re.fullmatch(r"p\dd\d", entry)
+    }
+    days = [f"{prompt[-1]}d{day}" for day in range(3)]
+    read = [word for day in days for word in (day, amounts[day])]
+    assert answer == [*read, str(sum(int(amounts[day]) for day in days))]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_prompts_are_long_and_every_word_is_one_token(name):
+    problems = TASKS[name].problems(2, torch.Generator())
+    assert 100 <= problems.prompts.shape[1] <= 500 and problems.answers.shape[1] == TASKS[name].answer_length
+    vocabulary = TASKS[name].vocabulary
+    assert len(set(vocabulary)) == len(vocabulary)
+    assert make_tokenizer(TASKS[name]).decode(problems.prompts[0]).split() == [
+        vocabulary[i] for i in problems.prompts[0]
+    ]
+
+
+def test_rewards():
+    answers = torch.tensor([[1, 2], [1, 2], [1, 2]])
+    responses = torch.tensor([[1, 2], [1, 0], [2, 1]])
+    assert share_right(responses, answers).tolist() == [1, 0.5, 0]
+    assert all_right(responses, answers).tolist() == [1, 0, 0]
+
+
+# ----------------------------------------------------------------------------------------------------------- the arms
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_every_arm_takes_an_update_and_logs_its_gap(folder, name):
+    record = do(folder, name)
+    gap = record["worst"]["max_mismatch"]
+    arm = ARMS[name]
+    if arm.exact or not arm.sparse:
+        assert gap < 1e-5, "the learner replays what the sampler saw"
+    else:
+        assert gap > 1e-4, "nothing was evicted, or something else than the dense policy was scored"
+    assert ("acceptance_p5" in record["curve"]) == arm.sparse
+    assert ("rejected_fraction" in record["curve"]) == arm.old
+    assert record["cost"]["kv_bytes"] > 0 and set(record["solved"]) == {"dense", "sparse"}
+
+
+def test_the_same_setting_gives_the_same_numbers(folder):
+    one, other = do(folder, "smd", updates=2), do(folder, "smd", updates=2)
+    assert results.numbers(one) == results.numbers(other)
+    assert results.numbers(do(folder, "smd", updates=2, seed=1)) != results.numbers(one)
+
+
+def test_a_pretrained_checkpoint_is_made_once_and_again_alike(tmp_path):
+    paths = [checkpoint(tmp_path / name, TASKS["ledger"], SHAPE, 0, PRETRAINING) for name in "ab"]
+    one, other = (torch.load(path, weights_only=True) for path in paths)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    paths[0].write_bytes(b"not read again")
+    assert checkpoint(tmp_path / "a", TASKS["ledger"], SHAPE, 0, PRETRAINING) == paths[0]
+    assert checkpoint(tmp_path / "a", TASKS["ledger"], SHAPE, 1, PRETRAINING) != paths[0]
+
+
+def test_old_log_probs_are_those_of_the_dense_policy():
+    task = TASKS["chase"]
+    adapter = MaskedAttentionAdapter(make_model(task, SHAPE, 0))
+    problems = task.problems(2, torch.Generator().manual_seed(0))
+    batch = sample(adapter, make_tokenizer(task), problems, 2, Eviction("random", 0.3), draw=0)
+    add_dense_log_probs(batch, adapter)
+    with torch.no_grad():
+        whole = adapter.log_probs(batch["tokens", "full"])
+    mask = batch["masks", "all_assistant_mask"]
+    assert torch.equal(batch["log_probs", "old"].isnan(), ~mask)
+    assert (batch["log_probs", "old"] - whole)[mask].abs().max() < 1e-5
+    assert (batch["log_probs", "full"] - whole)[mask].abs().max() > 1e-4
+
+
+def test_the_random_record_is_one_that_the_cache_could_have_made():
+    """As many keys gone as under the policy ``random``, at the same time; each head another choice."""
+    task, keep = TASKS["chase"], 0.3
+    adapter = MaskedAttentionAdapter(make_model(task, SHAPE, 0))
+    problems = task.problems(2, torch.Generator().manual_seed(0))
+    real = sample(adapter, make_tokenizer(task), problems, 2, Eviction("random", keep), draw=0)["shadow"].evicted_at
+    made = random_shadow(tuple(real.shape), problems.prompts.shape[1], keep, 2, torch.Generator().manual_seed(0))
+    assert ((made < NEVER).sum(1) == (real < NEVER).sum(1)).all()
+    assert set(made.unique().tolist()) == set(real.unique().tolist())
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+    assert not torch.equal(made[0, :, 0, 0], made[0, :, 0, 1])
+
+
+# ----------------------------------------------------------------------------------------------------------- the grid
+
+
+def test_the_grid_names_every_run_once_and_pairs_its_arms():
+    grid = full_grid()
+    keys = [job.setting.key for job in grid.jobs]
+    assert len(set(keys)) == len(keys)
+    seeds: dict[str, set[int]] = {}
+    for job in grid.jobs:
+        seeds.setdefault(job.setting.cell, set()).add(job.setting.seed)
+    assert all(len(found) in (3, 5, 16) for found in seeds.values())
+    assert {job.setting.arm for job in grid.jobs} == {*ARMS, "start"}
+    assert {job.setting.arm for job in quick_grid().jobs} == {*ARMS, "start"}
+    assert set(ELSEWHERE) == set(TASKS)
+    assert Setting.from_dict(json.loads(json.dumps(grid.jobs[40].setting.as_dict()))) == grid.jobs[40].setting
+
+
+def small_grid() -> Grid:
+    settings = [Setting(arm, group=4, seed=seed) for seed in range(2) for arm in ("dense", "naive", "smd")]
+    return Grid(tuple(Job(setting) for setting in settings), SCALE, SHAPE, PRETRAINING)
+
+
+def test_a_killed_grid_keeps_what_was_done_and_does_the_rest(tmp_path):
+    grid, path = small_grid(), tmp_path / "results.jsonl"
+    worker = multiprocessing.get_context("spawn").Process(target=do_grid, args=(grid, tmp_path, 1))
+    worker.start()
+    for _ in range(600):
+        if len(results.load(path)) >= 2:
+            break
+        time.sleep(0.1)
+    worker.kill()
+    worker.join()
+    before = results.load(path)
+    assert 2 <= len(before) < len(grid.jobs), "it was over before it was killed"
+    with path.open("ab") as file:
+        file.write(b'{"key": "cut o')  # what a kill in the middle of a line leaves
+    records = do_grid(grid, tmp_path, 1)
+    assert [record["key"] for record in records] == [job.setting.key for job in grid.jobs]
+    assert results.load(path)[: len(before)] == before, "a finished run was changed or lost"
+    assert len(results.load(path)) == len(grid.jobs), "a finished run was done again"
+    stamp = path.stat().st_mtime_ns
+    assert do_grid(grid, tmp_path, 1) == records and path.stat().st_mtime_ns == stamp
+
+
+def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"key": "a"}\n{"key":\n{"key": "b"}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*results.jsonl is damaged"):
+        results.load(path)
+
+
+def test_other_numbers_are_told_and_other_times_are_not():
+    record = {"key": "a", "solved": {"dense": 0.5}, "cost": {"seconds": 1.0, "kv_bytes": 8.0}}
+    assert results.differences([record | {"cost": {"seconds": 2.0, "kv_bytes": 8.0}}], [record]) == []
+    assert results.differences([record | {"solved": {"dense": 0.6}}], [record]) == ["a"]
+    assert results.differences([record | {"cost": {"seconds": 1.0, "kv_bytes": 9.0}}], [record]) == ["a"]
+
+
+def test_the_curve_is_means_and_extremes_of_each_stretch():
+    history = [
+        {"reward": r, "max_ratio": m, "max_mismatch": 0.0, "grad_norm": r} | dict.fromkeys(
+            ("seconds", "rollout_seconds", "wall_seconds", "kv_bytes"), 2.0
+        )
+        for r, m in ((0.1, 3.0), (0.3, 1.0), (0.5, 2.0))
+    ]  # fmt: skip
+    short = summary(history, every=2)
+    assert short["curve"]["reward"] == [0.2, 0.5] and short["curve"]["max_ratio"] == [3.0, 2.0]
+    assert short["worst"]["grad_norm"] == 0.5 and short["cost"]["seconds"] == 2.0
+
+
+# --------------------------------------------------------------------------------------------------------- the report
+
+
+def record(arm: str, seed: int, dense: float, sparse: float, eviction: Eviction = Eviction()) -> dict:
+    setting = Setting(arm, eviction=eviction, seed=seed)
+    solved = {"dense": dense, "sparse": sparse, "snapkv-70": sparse / 2}
+    cost = {"seconds": 1.0, "rollout_seconds": 0.5, "kv_bytes": 1e6}
+    worst = {"max_mismatch": 1e-6, "grad_norm": 1.0}
+    curve = {"reward": [0.1], "grad_norm": [1.0], "kl_approx_k3": [0.5]}
+    return {"key": setting.key, "setting": setting.as_dict(), "solved": solved, "reward": solved, "curve": curve,
+            "worst": worst, "cost": cost}  # fmt: skip
+
+
+def test_the_interval_is_that_of_the_plain_formula():
+    values = [0.4, 0.7, 0.5, 0.9, 0.6]
+    estimate = bootstrap(values)
+    rng = np.random.default_rng(1)
+    plain = sorted(np.mean([values[i] for i in rng.integers(5, size=5)]) for _ in range(20_000))
+    assert estimate.mean == pytest.approx(np.mean(values))
+    assert estimate.low == pytest.approx(plain[500], abs=0.011) and estimate.high == pytest.approx(
+        plain[-501], abs=0.011
+    )
+    assert bootstrap(values) == estimate
+
+
+def test_differences_are_paired_by_seed():
+    one, other = {0: 0.1, 1: 0.5, 2: 0.9, 7: 1.0}, {0: 0.0, 1: 0.4, 2: 0.8, 8: 0.0}
+    estimate = paired(one, other)
+    assert (estimate.count, estimate.low, estimate.high) == (3, pytest.approx(0.1), pytest.approx(0.1))
+    with pytest.raises(ValueError, match="no seed in common"):
+        paired({0: 1.0}, {1: 1.0})
+
+
+def test_verdicts_follow_the_intervals():
+    good = [record("smd", seed, 0.8 + 0.01 * seed, 0.5) for seed in range(4)]
+    table = Table(good + [record("naive", seed, 0.7 + 0.01 * seed, 0.5) for seed in range(4)])
+    claim = Claim("", "smd", "naive", "better", (Setting(""),))
+    found = findings(claim, table)
+    assert [(one.evaluation, one.holds) for one in found] == [("dense", True), ("sparse", False)]
+    assert verdict(found) == "partly" and verdict(found[:1]) == "holds" and verdict(found[1:]) == "not seen here"
+    assert verdict([]) == "not run"
+    assert verdict(findings(replace(claim, kind="as good"), table)) == "holds"
+
+
+def test_arms_that_sample_dense_are_compared_under_other_evictions_too():
+    seventy = Eviction("snapkv", 0.3)
+    table = Table([record("dense", seed, 0.9, 0.6) for seed in range(2)])
+    at = Setting("dense", eviction=seventy)
+    assert table.values(at, "dense") == {0: 0.9, 1: 0.9} and table.values(at, "sparse") == {0: 0.3, 1: 0.3}
+    assert table.values(at.but(arm="smd"), "dense") == {}
+
+
+def test_the_tables_hold_the_numbers():
+    text = tables(Table([record(arm, seed, 0.8, 0.5) for arm in ("smd", "dense") for seed in range(2)]))
+    assert "SMD is as good as dense at 50 %" in text and "**holds**" in text and "**not run**" in text
+    assert ".800 [.800, .800] (2)" in text and "chase, snapkv-50: cost of an update" in text
+
+
+def test_the_committed_results_are_small_and_give_the_committed_tables():
+    path = DOCS / "runs" / "study.jsonl"
+    if not path.exists():
+        pytest.skip("the grid has not been run")
+    assert path.stat().st_size < 2**20
+    records = results.load(path)
+    assert (DOCS / "runs" / "study_tables.inc").read_text(encoding="utf-8") == tables(Table(records))
+    exact = [one["worst"]["max_mismatch"] for one in records if one["setting"]["arm"] in ("smd", "smd_track1")]
+    assert max(exact) < 1e-5
+
+
+def test_the_arm_of_the_page_is_short_and_runs(folder):
+    source = (Path(__file__).parents[2] / "examples" / "study" / "own_arm.py").read_text(encoding="utf-8")
+    body = [line for line in source.split('"""')[-1].splitlines() if line.strip()]
+    assert len(body) <= 10
+    before = dict(ARMS)
+    try:
+        exec(compile(source, "own_arm.py", "exec"), {"__name__": "own_arm"})
+        (name,) = set(ARMS) - set(before)
+        assert do(folder, name)["curve"]["rejected_fraction"][0] > 0
+    finally:
+        ARMS.clear()
+        ARMS.update(before)
+
+
+def test_processes_are_told_to_use_one_thread(monkeypatch):
+    from examples.study import work
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with work._pool(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 1
+    assert os.environ["OMP_NUM_THREADS"] == "1"
