@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .model import Shape
 from .pretrain import Pretraining
@@ -39,9 +39,9 @@ class Grid:
     """All jobs, in order, and the size of each."""
 
     jobs: tuple[Job, ...]
-    scale: Scale = Scale()
-    shape: Shape = Shape()
-    pretraining: Pretraining = Pretraining()
+    scale: Scale = field(default_factory=Scale)
+    shape: Shape = field(default_factory=Shape)
+    pretraining: Pretraining = field(default_factory=Pretraining)
 
     @property
     def checkpoints(self) -> list[tuple[str, int]]:

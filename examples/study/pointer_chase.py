@@ -1,15 +1,16 @@
 """Noisy pointer chase: follow edges that are printed several times, some of them wrong.
 
-A prompt prints the edges of a ring of nodes ``copies`` times over, one token an edge, each time in another order; a copy
-is wrong with probability ``noise``. Its last token is the node to start from, and the response names the next nodes. Since
-the start stands at the very end, no look-up can happen before keys are evicted.
+A prompt prints the edges of a ring of nodes ``copies`` times over, one token an edge, each time in another order; a
+copy is wrong with probability ``noise``. Its last token is the node to start from, and the response names the next
+nodes. Since the start stands at the very end, no look-up can happen before keys are evicted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from .tasks import Problems, shuffled
 
@@ -43,6 +44,11 @@ class PointerChase:
         """One token a hop."""
         return self.hops
 
+    @property
+    def lesson(self) -> PointerChase:
+        """Maps without wrong copies."""
+        return replace(self, noise=0.0)
+
     def problems(self, count: int, generator: torch.Generator) -> Problems:
         """Draw problems; prompts have ``nodes * copies + 5`` tokens."""
         ring = shuffled(self.nodes, count, generator)
@@ -59,4 +65,12 @@ class PointerChase:
         first = self.nodes**2
         marks = first + self.nodes + torch.arange(4).expand(count, -1)
         prompts = torch.cat([marks[:, :1], edges, marks[:, 1:], first + ring[:, :1]], 1)
-        return Problems(prompts, first + ring[:, 1 : self.hops + 1])
+        return Problems(prompts, first + ring[:, 1 : self.hops + 1], follower)
+
+    def right(self, responses: Tensor, problems: Problems) -> Tensor:
+        """Judge hops: right where they follow an edge of the ring, from wherever the one before led to."""
+        first = self.nodes**2
+        nodes = torch.cat([problems.prompts[:, -1:], responses], 1) - first
+        known = (nodes >= 0) & (nodes < self.nodes)
+        follower = problems.truth.gather(1, nodes[:, :-1].clamp(0, self.nodes - 1))
+        return (follower == nodes[:, 1:]) & known[:, :-1]

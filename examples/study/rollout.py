@@ -14,12 +14,13 @@ from smdlib.losses import acceptance, linear_log_probs
 from smdlib.masks import View
 
 from .setting import Eviction
-from .tasks import Problems, all_right, share_right
+from .tasks import Problems, Task
 
 
 def sample(
     adapter: MaskedAttentionAdapter,
     tokenizer: PreTrainedTokenizerBase,
+    task: Task,
     problems: Problems,
     group: int,
     eviction: Eviction | None,
@@ -31,6 +32,7 @@ def sample(
     Args:
         adapter: On the model.
         tokenizer: Of the task's words.
+        task: What judges the answers.
         problems: N of them.
         group: Answers to each.
         eviction: ``None`` keeps every key.
@@ -38,21 +40,21 @@ def sample(
         greedy: Take the most likely token.
 
     Returns:
-        Rows ``[N * group]``, all of one length: the entries of `smdlib.SparseActor`, and the ``reward``.
+        Rows ``[N * group]``, all of one length: entries of `smdlib.SparseActor`, ``reward`` (share of right tokens)
+        and ``solved`` (1 where all are).
     """
     options: dict[str, Any] = {"policy": None} if eviction is None else eviction.options(draw)
     generate = {"max_new_tokens": problems.answers.shape[1], "eos_token_id": None, "do_sample": not greedy}
     actor = SparseActor(adapter, tokenizer, generate_kwargs=generate, **options)
-    prompts = problems.prompts.repeat_interleave(group, 0)
-    rows = actor(TensorDict({("tokens", "prompt"): prompts}, [len(prompts)])).unbind(0)
+    asked = problems.rows(torch.arange(len(problems.prompts)).repeat_interleave(group))
+    rows = actor(TensorDict({("tokens", "prompt"): asked.prompts}, [len(asked.prompts)])).unbind(0)
     names = [("tokens", "full"), ("tokens", "response"), ("log_probs", "full"), ("masks", "all_assistant_mask")]
     batch = TensorDict({name: torch.stack([row[name] for row in rows]) for name in names}, [len(rows)])
     batch["shadow"] = ShadowMask.stack([row["shadow"] for row in rows])
     batch["kv_bytes"] = torch.stack([row["kv_bytes"] for row in rows])
     batch["group_size"] = torch.full((len(rows),), group)
-    answers = problems.answers.repeat_interleave(group, 0)
-    batch["reward"] = share_right(batch["tokens", "response"], answers)
-    batch["solved"] = all_right(batch["tokens", "response"], answers)
+    right = task.right(batch["tokens", "response"], asked)
+    batch["reward"], batch["solved"] = right.float().mean(1), right.all(1).float()
     if group > 1:
         batch["advantage"] = group_advantage(batch["reward"], group)
     return batch
@@ -61,15 +63,16 @@ def sample(
 def greedy_accuracy(
     adapter: MaskedAttentionAdapter,
     tokenizer: PreTrainedTokenizerBase,
+    task: Task,
     problems: Problems,
     eviction: Eviction | None,
     batch: int,
 ) -> dict[str, float]:
     """Share of the problems that greedy decoding solves, and the mean reward; draws no random number of the run's."""
     solved, reward = [], []
-    parts = zip(problems.prompts.split(batch), problems.answers.split(batch), strict=True)
-    for draw, part in enumerate(parts):
-        rows = sample(adapter, tokenizer, Problems(*part), 1, eviction, draw, greedy=True)
+    for draw, start in enumerate(range(0, len(problems.prompts), batch)):
+        part = problems.rows(slice(start, start + batch))
+        rows = sample(adapter, tokenizer, task, part, 1, eviction, draw, greedy=True)
         solved.append(rows["solved"])
         reward.append(rows["reward"])
     return {"solved": float(torch.cat(solved).mean()), "reward": float(torch.cat(reward).mean())}

@@ -19,7 +19,7 @@ from .pointer_chase import PointerChase
 from .pretrain import Pretraining, checkpoint
 from .rollout import add_dense_log_probs, greedy_accuracy, policy_gap, sample
 from .setting import Eviction, Scale, Setting
-from .tasks import Problems, Task
+from .tasks import Task
 
 TASKS: dict[str, Task] = {"chase": PointerChase(), "ledger": Ledger()}
 HELD_OUT_SEED = 2**40
@@ -75,7 +75,7 @@ def run(
     held_out = task.problems(scale.eval_prompts, torch.Generator().manual_seed(HELD_OUT_SEED))
     evictions = {"dense": None, "sparse": setting.eviction} | {one.label: one for one in also}
     accuracy = {
-        name: greedy_accuracy(adapter, tokenizer, held_out, eviction, scale.eval_batch)
+        name: greedy_accuracy(adapter, tokenizer, task, held_out, eviction, scale.eval_batch)
         for name, eviction in evictions.items()
     }
     return {
@@ -103,7 +103,7 @@ def _train(setting: Setting, scale: Scale, adapter: MaskedAttentionAdapter) -> l
         wall, cpu = time.perf_counter(), time.process_time()
         problems = task.problems(scale.rows // setting.group, prompts)
         eviction = setting.eviction if arm.sparse else None
-        batch = sample(adapter, tokenizer, problems, setting.group, eviction, draw=1000 * setting.seed + update)
+        batch = sample(adapter, tokenizer, task, problems, setting.group, eviction, draw=1000 * setting.seed + update)
         sampled_after = time.process_time() - cpu
         if arm.prepare is not None:
             arm.prepare(batch, setting.eviction, masks)
@@ -159,8 +159,3 @@ def summary(history: Sequence[Mapping[str, float]], every: int) -> dict[str, Any
 def _digits(value: float, digits: int = 4) -> float:
     """Round to so many significant digits: the results file stays small."""
     return float(f"{value:.{digits}g}")
-
-
-def problems_of(task: str, count: int, seed: int) -> Problems:
-    """Draw problems of a task by name, for looking at them."""
-    return TASKS[task].problems(count, torch.Generator().manual_seed(seed))

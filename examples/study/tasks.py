@@ -16,10 +16,16 @@ class Problems:
     Attributes:
         prompts: int64 ``[N, P]``.
         answers: int64 ``[N, R]``.
+        truth: int64 ``[N, ...]``, all that the task needs to judge any response.
     """
 
     prompts: Tensor
     answers: Tensor
+    truth: Tensor
+
+    def rows(self, index: Tensor | slice) -> Problems:
+        """Choose some of them, or some of them several times."""
+        return Problems(self.prompts[index], self.answers[index], self.truth[index])
 
 
 class Task(Protocol):
@@ -45,24 +51,18 @@ class Task(Protocol):
         """Tokens R of a response; it has no end token."""
         ...
 
+    @property
+    def lesson(self) -> Task:
+        """The clean task that pre-training teaches; the arms then learn to cope with errors in what they read."""
+        ...
+
     def problems(self, count: int, generator: torch.Generator) -> Problems:
         """Draw ``count`` problems."""
         ...
 
-
-def share_right(responses: Tensor, answers: Tensor) -> Tensor:
-    """The reward: share of the tokens that are right, float32 ``[N]``.
-
-    Example:
-        >>> share_right(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 0, 4]]))
-        tensor([0.7500])
-    """
-    return (responses == answers).float().mean(-1)
-
-
-def all_right(responses: Tensor, answers: Tensor) -> Tensor:
-    """The measure: 1 where every token is right, float32 ``[N]``."""
-    return (responses == answers).all(-1).float()
+    def right(self, responses: Tensor, problems: Problems) -> Tensor:
+        """Judge each token of responses ``[N, R]``: bool ``[N, R]``. The reward is the share that is right."""
+        ...
 
 
 def shuffled(columns: int, rows: int, generator: torch.Generator) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -14,6 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import results
 from .grid import Grid, Job, check_unique
+
+
+def begin_worker() -> None:
+    """Prepare a process of the pool."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # A pool whose owner was killed would wait for work for ever.
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    one_thread()
 
 
 def one_thread() -> None:
@@ -72,7 +82,7 @@ def do_grid(grid: Grid, out: Path, workers: int) -> list[dict[str, Any]]:
 def _pool(workers: int) -> ProcessPoolExecutor:
     # Read when the libraries are loaded, so before the processes start.
     os.environ["OMP_NUM_THREADS"] = "1"
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=one_thread)
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=begin_worker)
 
 
 def _each(pool: ProcessPoolExecutor, do: Callable, items: list, progress: Progress, what: str) -> Iterator[Any]:
