@@ -27,6 +27,8 @@ class Pretraining:
     Attributes:
         target: Share of held-out problems of the lesson that greedy decoding has to solve.
         slow_at: From this share on the rate is ``slow_rate``.
+        smoothing: Of the labels: a model that is sure of everything would explore nothing, and its large logits would
+            round the log-probs of unlikely tokens.
         batch: Problems per step.
         check_every: Steps between two looks at the held-out problems.
         max_steps: Without the target by then, it is an error.
@@ -37,6 +39,7 @@ class Pretraining:
     rate: float = 1e-3
     slow_rate: float = 2e-4
     warmup: int = 50
+    smoothing: float = 0.1
     batch: int = 32
     check_every: int = 10
     held_out: int = 256
@@ -70,7 +73,7 @@ def pretrain(
         rate = options.slow_rate if solved >= options.slow_at else options.rate * min(1.0, step / options.warmup)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = _loss(model, lesson.problems(options.batch, generator), task.prompt_weight)
+        loss = _loss(model, lesson.problems(options.batch, generator), task.prompt_weight, options.smoothing)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
         optimizer.step()
@@ -86,12 +89,14 @@ def pretrain(
     raise RuntimeError(f"{task.name} from initialisation {seed} solves {solved:.2f} after {options.max_steps} steps.")
 
 
-def _loss(model: LlamaForCausalLM, problems: Problems, prompt_weight: float) -> torch.Tensor:
+def _loss(model: LlamaForCausalLM, problems: Problems, prompt_weight: float, smoothing: float) -> torch.Tensor:
     """Cross-entropy of the answers in nats, and that of the prompt's tokens where it has a weight."""
     if not prompt_weight:
-        return cross_entropy(_answers(model, problems).flatten(0, 1), problems.answers.flatten())
+        logits = _answers(model, problems).flatten(0, 1)
+        return cross_entropy(logits, problems.answers.flatten(), label_smoothing=smoothing)
     ids = torch.cat([problems.prompts, problems.answers], 1)
-    losses = cross_entropy(model(input_ids=ids[:, :-1]).logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    logits = model(input_ids=ids[:, :-1]).logits.transpose(1, 2)
+    losses = cross_entropy(logits, ids[:, 1:], reduction="none", label_smoothing=smoothing)
     prompt, answer = losses.split([problems.prompts.shape[1] - 1, problems.answers.shape[1]], 1)
     return answer.mean() + prompt_weight * prompt.mean()
 
