@@ -1,9 +1,9 @@
 """Ledger: read one person's amounts out of a long record, day by day, and add them up.
 
 A prompt holds ``pages`` pages. Each lists every entry, in random order, as two tokens: whose day it was and how much;
-a listed amount is wrong with probability ``noise``. The last token of the prompt asks for one person; the response names
-each of the person's days with its amount, then the sum. Entry and amount are neighbouring tokens, so a look-up takes
-two steps of attention, as it does in language.
+a listed amount is wrong with probability ``noise``. The last token of the prompt asks for one person; the response
+names each of the person's days with its amount, then the sum. Entry and amount are neighbouring tokens, so a look-up
+takes two steps of attention, as it does in language.
 """
 
 from __future__ import annotations

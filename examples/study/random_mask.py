@@ -21,7 +21,7 @@ def random_shadow(
 
     Args:
         shape: Rows, tokens, layers and KV heads of the record.
-        prompt: Tokens of each prompt; its last one is a query of the response, whose key stays.
+        prompt: Tokens of each prompt; the key of its last one stays.
         keep: Share of the prompt's keys that stays.
         group: Rows that share a prompt.
         generator: Draws the keys.
@@ -31,15 +31,17 @@ def random_shadow(
 
     Example:
         >>> gone = random_shadow((2, 8, 1, 1), prompt=6, keep=0.5, group=2, generator=torch.Generator())
-        >>> (gone == 5).sum(1).flatten().tolist(), bool((gone[:, 5:] == NEVER).all())
-        ([2, 2], True)
+        >>> (gone == 5).sum(1).flatten().tolist(), (gone == 6).sum(1).flatten().tolist()
+        ([2, 2], [1, 1])
     """
     rows, tokens, layers, heads = shape
     score = torch.rand(rows // group, prompt - 1, layers, heads, generator=generator)
-    # What the cache does: ceil(keep * prompt) of the keys that were read stay, and the last token's comes on top.
-    gone = score.argsort(1).argsort(1) >= math.ceil(keep * prompt)
+    rank, kept = score.argsort(1).argsort(1), math.ceil(keep * prompt)
+    # What the cache does: ``kept`` keys stay when all but the last token were read, and again when that one was, too.
+    gone = torch.full_like(rank, NEVER, dtype=torch.int32)
+    gone = gone.masked_fill(rank >= kept - 1, prompt).masked_fill(rank >= kept, prompt - 1)
     record = torch.full((rows // group, tokens, layers, heads), NEVER, dtype=torch.int32)
-    record[:, : prompt - 1] = record[:, : prompt - 1].masked_fill(gone, prompt - 1)
+    record[:, : prompt - 1] = gone
     return record.repeat_interleave(group, 0)
 
 
