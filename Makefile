@@ -38,7 +38,8 @@ train: $(STAMP) ## train a pretrained model with SMD (QUICK=1: a few updates)
 	$(BIN)/python examples/train_smd.py $(if $(QUICK),$(QUICK_TRAIN)) $(ARGS)
 
 # Goes on where it was stopped: a finished run is never lost, and never done again.
-study: $(STAMP) ## run the study of all arms, below 3 hours on 2 cores (QUICK=1: whether it works, minutes)
+study: $(STAMP) ## run the study of all arms, below 3 hours on 2 cores (QUICK=1: whether it works, in minutes)
+	$(if $(QUICK),rm -rf runs/study_quick)
 	$(BIN)/python -m examples.study run --workers $(JOBS) $(if $(QUICK),--quick --out runs/study_quick) $(ARGS)
 
 # One thread per worker: more threads than cores only get in each other's way.

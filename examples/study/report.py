@@ -147,6 +147,26 @@ def factor(table: Table, title: str, name: str, arms: Sequence[str], levels: Seq
     return list_table(title, [name, "evaluated with", *arms], rows)
 
 
+def tuned(table: Table, at: Setting, title: str) -> str:
+    """Each arm at the better of the two learning rates: chosen by the first five seeds, alike for all arms."""
+
+    def solved(arm: str, rate: float, evaluation: str) -> dict[int, float]:
+        found = table.values(at.but(arm=arm, rate=rate), evaluation)
+        return {seed: value for seed, value in found.items() if seed < 5}
+
+    best: dict[str, float] = {}
+    for arm in ARMS:
+        means = {rate: sum(values) for rate in (RATE, HIGH_RATE) if (values := solved(arm, rate, "dense").values())}
+        if len(means) == 2:
+            best[arm] = max(means, key=lambda rate: means[rate])
+    rows = []
+    for arm, rate in best.items():
+        gap = difference_cell(solved(arm, rate, "dense"), solved("dense", best.get("dense", RATE), "dense"))
+        cells = [mean_cell(solved(arm, rate, evaluation)) for evaluation in ("dense", "sparse")]
+        rows.append([arm, f"{rate:g}", *cells, NONE if arm == "dense" else gap])
+    return list_table(title, ["arm", "rate", "every key", "evicting", "every key, against dense"], rows)
+
+
 def tables(table: Table) -> str:
     """All tables of the report, in order."""
 
@@ -176,6 +196,7 @@ def tables(table: Table) -> str:
         factor(table, "chase: lambda 0, which is Track 1 alone", "lambda", ["smd_track1"], lambdas[:1]),
         factor(table, "chase: lambda of SMD", "lambda", ["smd"], lambdas[1:]),
         factor(table, "chase: learning rate", "rate", [*ARMS], rates),
+        tuned(table, at(), "chase: each arm at its better learning rate"),
         factor(table, "chase: group size, 128 rows per update", "group", ("dense", "smd", "naive"), groups),
         factor(table, "chase: when keys are evicted", "evicted", few[:4], steps),
     ]

@@ -86,12 +86,22 @@ def _pool(workers: int) -> ProcessPoolExecutor:
 
 
 def _each(pool: ProcessPoolExecutor, do: Callable, items: list, progress: Progress, what: str) -> Iterator[Any]:
+    """Yield what comes out as it comes; one that fails does not stop the others, and is raised when all are through."""
     bar = progress.add_task(what, total=len(items))
-    waiting = [pool.submit(do, item) for item in items]
+    waiting = {pool.submit(do, item): item for item in items}
+    failed: list[tuple[Any, BaseException]] = []
     try:
         for future in as_completed(waiting):
-            yield future.result()
+            error = future.exception()
+            if error is None:
+                yield future.result()
+            else:
+                failed.append((waiting[future], error))
             progress.advance(bar)
     finally:
         for future in waiting:
             future.cancel()
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(items)} {what} failed, the first was {failed[0][0]}") from failed[0][
+            1
+        ]

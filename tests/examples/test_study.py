@@ -31,7 +31,6 @@ from examples.study.statistics import bootstrap, paired
 from examples.study.table import Table
 from examples.study.work import do_grid
 from smdlib import MaskedAttentionAdapter
-from smdlib.masks import NEVER
 
 SCALE = Scale(updates=1, rows=8, warmup=1, probe_every=1, eval_prompts=4, eval_batch=4, initialisations=1)
 SHAPE = Shape(hidden=32, feed_forward=48, layers=2)
@@ -237,6 +236,14 @@ def test_a_killed_grid_keeps_what_was_done_and_does_the_rest(tmp_path):
     assert len(results.load(path)) == len(grid.jobs), "a finished run was done again"
     stamp = path.stat().st_mtime_ns
     assert do_grid(grid, tmp_path, 1) == records and path.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
+    jobs = [Job(Setting(arm, group=4)) for arm in ("dense", "no such arm", "smd")]
+    with pytest.raises(RuntimeError, match=r"1 of 3 runs failed, the first was .*no such arm"):
+        do_grid(Grid(tuple(jobs), SCALE, SHAPE, PRETRAINING), tmp_path, 1)
+    assert [record["setting"]["arm"] for record in results.load(tmp_path / "results.jsonl")] == ["dense", "smd"]
 
 
 def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
