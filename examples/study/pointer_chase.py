@@ -30,7 +30,6 @@ class PointerChase:
     copies: int = 6
     hops: int = 6
     noise: float = 0.2
-    prompt_weight: float = 0.0
     name: str = "chase"
 
     @property

@@ -73,7 +73,9 @@ def pretrain(
         rate = options.slow_rate if solved >= options.slow_at else options.rate * min(1.0, step / options.warmup)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = _loss(model, lesson.problems(options.batch, generator), task.prompt_weight, options.smoothing)
+        problems = lesson.problems(options.batch, generator)
+        logits = _answers(model, problems).flatten(0, 1)
+        loss = cross_entropy(logits, problems.answers.flatten(), label_smoothing=options.smoothing)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
         optimizer.step()
@@ -87,18 +89,6 @@ def pretrain(
             if solved >= options.target:
                 return model
     raise RuntimeError(f"{task.name} from initialisation {seed} solves {solved:.2f} after {options.max_steps} steps.")
-
-
-def _loss(model: LlamaForCausalLM, problems: Problems, prompt_weight: float, smoothing: float) -> torch.Tensor:
-    """Cross-entropy of the answers in nats, and that of the prompt's tokens where it has a weight."""
-    if not prompt_weight:
-        logits = _answers(model, problems).flatten(0, 1)
-        return cross_entropy(logits, problems.answers.flatten(), label_smoothing=smoothing)
-    ids = torch.cat([problems.prompts, problems.answers], 1)
-    logits = model(input_ids=ids[:, :-1]).logits.transpose(1, 2)
-    losses = cross_entropy(logits, ids[:, 1:], reduction="none", label_smoothing=smoothing)
-    prompt, answer = losses.split([problems.prompts.shape[1] - 1, problems.answers.shape[1]], 1)
-    return answer.mean() + prompt_weight * prompt.mean()
 
 
 def _answers(model: LlamaForCausalLM, problems: Problems) -> torch.Tensor:

@@ -42,11 +42,6 @@ class Task(Protocol):
         ...
 
     @property
-    def prompt_weight(self) -> float:
-        """Weight of the prompt's own tokens in pre-training, where later ones can be told from earlier ones."""
-        ...
-
-    @property
     def answer_length(self) -> int:
         """Tokens R of a response; it has no end token."""
         ...
