@@ -1,8 +1,8 @@
 """Ledger: read one person's amounts out of a long record, day by day, and add them up.
 
 A prompt holds ``pages`` pages. Each lists every entry, in random order, one token an entry: whose, which day's, how
-much. A listed amount is wrong with probability ``noise``. The last token of the prompt asks for one person; the response
-writes down the person's entries in the order of the days, then their sum.
+much. A listed amount is wrong with probability ``noise``. The last token of the prompt asks for one person; the
+response writes down the person's entries in the order of the days, then their sum.
 """
 
 from __future__ import annotations
