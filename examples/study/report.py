@@ -65,8 +65,8 @@ def accuracy(table: Table, at: Setting, title: str) -> str:
             for name, other in (("dense", dense), ("naive", naive))
         ]
         rows.append([one.arm, mean_cell(solved), mean_cell(table.values(one, "sparse")), *gap])
-    start = at.but(arm="start", rate=0.0, eviction=MAIN)
-    before = [mean_cell(table.values(start, name)) for name in ("dense", "sparse" if at.eviction == MAIN else "")]
+    start = at.but(arm="start", rate=0.0)
+    before = [mean_cell(table.values(start, evaluation)) for evaluation in ("dense", "sparse")]
     if rows:
         rows.insert(0, ["before", *before, NONE, NONE])
     header = ["arm", "every key", "evicting", "every key, against dense", "every key, against naive"]

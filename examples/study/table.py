@@ -7,8 +7,8 @@ from typing import Any
 
 from .setting import Eviction, Setting
 
-# They sample with every key, so that one run serves all evictions.
-SAMPLES_DENSE = ("dense", "dense_kl")
+# They sample with every key, or not at all, so that one run serves all evictions.
+SAMPLES_DENSE = ("start", "dense", "dense_kl")
 
 
 class Table:
