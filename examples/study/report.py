@@ -111,7 +111,8 @@ def mismatch(table: Table, at: Setting, title: str) -> str:
         ("rejected", _point("rejected_fraction"), figure_cell),
         ("gradient norm, first 10", _point("grad_norm", 0), figure_cell),
         ("gradient norm, last 10", _point("grad_norm"), figure_cell),
-        ("largest gap in any update, nats", lambda record: record["worst"]["max_mismatch"], worst_cell),
+        ("largest gap of any token, nats", lambda record: record["worst"]["max_mismatch"], worst_cell),
+        ("largest RMS gap of any update", lambda record: record["worst"].get("rms_mismatch"), worst_cell),
     ]
     rows = [
         [one.arm, *(show(table.figure(one, read)) for _, read, show in columns)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,6 +113,9 @@ def _train(setting: Setting, scale: Scale, adapter: MaskedAttentionAdapter) -> l
         figures = _step(batch, adapter, loss_module, optimizer, scale.clip_norm)
         figures["wall_seconds"], figures["seconds"] = time.perf_counter() - wall, time.process_time() - cpu
         figures["rollout_seconds"], figures["kv_bytes"] = sampled_after, float(batch["kv_bytes"].sum())
+        if arm.exact or not arm.sparse:
+            # For differences this small k3 is half the mean of their squares.
+            figures["rms_mismatch"] = math.sqrt(2 * max(0.0, figures["kl_approx_k3"]))
         if arm.sparse and update % scale.probe_every == 0:
             figures |= policy_gap(batch, adapter)
         history.append(figures)
@@ -150,7 +154,8 @@ def summary(history: Sequence[Mapping[str, float]], every: int) -> dict[str, Any
             if values:
                 point = max(values) if how == "max" else sum(values) / len(values)
                 curve.setdefault(name, []).append(_digits(point))
-    worst = {name: _digits(max(figures[name] for figures in history)) for name in ("max_mismatch", "grad_norm")}
+    extremes = [name for name in ("max_mismatch", "rms_mismatch", "grad_norm") if name in history[0]]
+    worst = {name: _digits(max(figures[name] for figures in history)) for name in extremes}
     costs = ("seconds", "rollout_seconds", "wall_seconds", "kv_bytes")
     cost = {name: _digits(sum(figures[name] for figures in history) / len(history)) for name in costs}
     return {"curve": curve, "worst": worst, "cost": cost}
