@@ -75,5 +75,9 @@ class Ledger:
         return Problems(prompts, answers, answers)
 
     def right(self, responses: Tensor, problems: Problems) -> Tensor:
-        """Judge tokens one by one."""
-        return responses == problems.truth
+        """Judge entries one by one, and the sum by the amounts that were written down."""
+        written = responses[:, :-1]
+        first = self.persons * self.days * self.amounts
+        total = first + (written % self.amounts).sum(1, keepdim=True)
+        summed = (responses[:, -1:] == total) & (written < first).all(1, keepdim=True)
+        return torch.cat([written == problems.truth[:, :-1], summed], 1)

@@ -130,12 +130,18 @@ def test_a_hop_counts_from_where_the_one_before_led_to():
     assert task.right(response, problem)[0].tolist() == [True, True, False, True, False, False]
 
 
-def test_the_ledger_is_judged_token_by_token():
+def test_a_sum_counts_by_what_was_written_down():
     task = TASKS["ledger"]
     problem = task.problems(1, torch.Generator().manual_seed(0))
+    assert task.right(problem.answers, problem).all()
+    amounts = [int(task.vocabulary[token].partition("=")[2]) for token in problem.answers[0, :-1]]
     response = problem.answers.clone()
-    response[0, 1] += 1
+    response[0, 1] += 1 if amounts[1] < 4 else -1
+    assert task.right(response, problem)[0].tolist() == [True, False, True, True, False]
+    response[0, 4] += 1 if amounts[1] < 4 else -1
     assert task.right(response, problem)[0].tolist() == [True, False, True, True, True]
+    response[0, 1] = task.vocabulary.index("<page>")  # no entry, so there is nothing to add up
+    assert task.right(response, problem)[0].tolist() == [True, False, True, True, False]
 
 
 # ----------------------------------------------------------------------------------------------------------- the arms
