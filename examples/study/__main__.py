@@ -89,14 +89,14 @@ class Try:
 
     def __call__(self, console: Console) -> int:
         """Do it."""
-        from .grid import RATE, full_grid
+        from .grid import RATES, full_grid
         from .run import run
         from .setting import Setting
         from .work import one_thread
 
         one_thread()
         runpy.run_path(str(self.file))
-        grid, setting = full_grid(), Setting(self.arm, self.task, rate=RATE, seed=self.seed)
+        grid, setting = full_grid(), Setting(self.arm, self.task, rate=RATES[self.task], seed=self.seed)
         console.print_json(data=run(setting, grid.scale, grid.shape, grid.pretraining, self.out / "checkpoints"))
         return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,11 +69,11 @@ def verdict(found: Sequence[Finding]) -> str:
     return "holds" if held == len(found) else "partly" if held else "not seen here"
 
 
-def paper_claims(main: Eviction, seventy: Eviction, random: Eviction, rate: float) -> list[Claim]:
+def paper_claims(main: Eviction, seventy: Eviction, random: Eviction, rates: Mapping[str, float]) -> list[Claim]:
     """Return the claims of arXiv 2605.06850, and the questions that come with them."""
 
     def at(*evictions: Eviction) -> tuple[Setting, ...]:
-        return tuple(Setting("", task, one, rate) for one in evictions for task in ("chase", "ledger"))
+        return tuple(Setting("", task, one, rate) for one in evictions for task, rate in rates.items())
 
     return [
         Claim("SMD is as good as dense at 50 %", "smd", "dense", "as good", at(main)),

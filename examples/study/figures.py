@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from .arms import ARMS
-from .grid import MAIN, RANDOM, RATE, SEVENTY, TWENTY
+from .grid import MAIN, RANDOM, RATE, RATES, SEVENTY, TWENTY
 from .setting import Setting
 from .statistics import bootstrap
 from .table import Table
@@ -54,7 +54,7 @@ def draw(table: Table, folder: Path) -> list[Path]:
 
 def _arms(table: Table) -> Any:
     """Solved problems by arm, with every key and evicting, in the settings of the claims."""
-    places = [Setting("", task, eviction, RATE) for task in ("chase", "ledger") for eviction in (MAIN, RANDOM, SEVENTY)]
+    places = [Setting("", task, one, rate) for task, rate in RATES.items() for one in (MAIN, RANDOM, SEVENTY)]
     figure, grid = plt.subplots(2, 3, figsize=(13, 7), constrained_layout=True, sharey=True)
     for axis, at in zip(grid.flat, places, strict=True):
         for offset, evaluation, marker in ((0.12, "dense", "o"), (-0.12, "sparse", "s")):

@@ -7,12 +7,11 @@ from typing import Any
 
 from .arms import ARMS
 from .claims import MARGIN, Finding, findings, paper_claims, verdict
-from .grid import H2O, HIGH_RATE, LAMBDAS, MAIN, RANDOM, RATE, RECENT, SEVENTY, STEPS, TWENTY
+from .grid import H2O, HIGH_RATE, LAMBDAS, MAIN, RANDOM, RATE, RATES, RECENT, SEVENTY, STEPS, TWENTY
 from .setting import Eviction, Setting
 from .statistics import bootstrap, paired, short
 from .table import Table
 
-TASKS = ("chase", "ledger")
 NONE = "\u2013"
 
 
@@ -80,7 +79,7 @@ def claim_rows(table: Table) -> list[list[str]]:
         return f"{'+' if finding.holds else NONE} {finding.where}, {finding.evaluation}: {finding.estimate}"
 
     rows = []
-    for claim in paper_claims(MAIN, SEVENTY, RANDOM, RATE):
+    for claim in paper_claims(MAIN, SEVENTY, RANDOM, RATES):
         found = findings(claim, table)
         block = "\n".join(f"       | {cell(finding)}" for finding in found).lstrip()
         rows.append([claim.text, f"**{verdict(found)}**", block])
@@ -172,7 +171,7 @@ def tables(table: Table) -> str:
     """All tables of the report, in order."""
 
     def at(eviction: Eviction = MAIN, task: str = "chase", **fields: Any) -> Setting:
-        return Setting("", task, eviction, **({"rate": RATE} | fields))
+        return Setting("", task, eviction, **({"rate": RATES[task]} | fields))
 
     few = ("smd", "smd_track1", "naive", "sparse_rl", "dense")
     parts = [
@@ -180,11 +179,11 @@ def tables(table: Table) -> str:
         f"``+``: holds there. *Better*: the whole 95 % interval of the paired difference is above 0; *as good*: it is "
         f"above -{short(MARGIN)}. In brackets the number of seeds.\n",
     ]
-    for task in TASKS:
+    for task in RATES:
         for eviction in (MAIN, SEVENTY, RANDOM):
             parts.append(accuracy(table, at(eviction, task), f"{task}, {eviction.label}: share of problems solved"))
-    parts += [mismatch(table, at(task=task), f"{task}, {MAIN.label}: sampler and learner") for task in TASKS]
-    parts += [cost(table, at(task=task), f"{task}, {MAIN.label}: cost of an update of 128 rows") for task in TASKS]
+    parts += [mismatch(table, at(task=task), f"{task}, {MAIN.label}: sampler and learner") for task in RATES]
+    parts += [cost(table, at(task=task), f"{task}, {MAIN.label}: cost of an update of 128 rows") for task in RATES]
     selections = [(one.label, at(one)) for one in (MAIN, RANDOM, H2O, RECENT)]
     compressions = [(f"{round(100 * (1 - one.keep))} %", at(one)) for one in (TWENTY, MAIN, SEVENTY)]
     lambdas = [("0", at(coeff=0.1))] + [(f"{coeff:g}", at(coeff=coeff)) for coeff in sorted((*LAMBDAS, 0.1))]
