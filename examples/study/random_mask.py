@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -14,9 +16,7 @@ from smdlib.masks import NEVER
 from .setting import Eviction
 
 
-def random_shadow(
-    shape: tuple[int, int, int, int], prompt: int, keep: float, group: int, generator: torch.Generator
-) -> Tensor:
+def random_shadow(shape: Sequence[int], prompt: int, keep: float, group: int, generator: torch.Generator) -> Tensor:
     """Evict all but a share of the prompts' keys, each head its own choice, each group of rows the same.
 
     Args:
@@ -47,7 +47,7 @@ def random_shadow(
 
 def add_random_masks(batch: TensorDictBase, eviction: Eviction, generator: torch.Generator) -> None:
     """Put random records where the rollout left dense ones; ``batch["group_size"]`` rows share a prompt."""
-    dense = batch["shadow"]
+    dense: ShadowMask = cast(Any, batch["shadow"])
     prompt, group = int((~batch["masks", "all_assistant_mask"][0]).sum()), int(batch["group_size"][0])
-    evicted_at = random_shadow(tuple(dense.evicted_at.shape), prompt, eviction.keep, group, generator)
+    evicted_at = random_shadow(dense.evicted_at.shape, prompt, eviction.keep, group, generator)
     batch["shadow"] = ShadowMask(evicted_at=evicted_at, token_ids=dense.token_ids, batch_size=[len(batch)])

@@ -171,7 +171,7 @@ def tables(table: Table) -> str:
     """All tables of the report, in order."""
 
     def at(eviction: Eviction = MAIN, task: str = "chase", **fields: Any) -> Setting:
-        return Setting("", task, eviction, **({"rate": RATES[task]} | fields))
+        return Setting("", task, eviction, RATES[task]).but(**fields)
 
     few = ("smd", "smd_track1", "naive", "sparse_rl", "dense")
     parts = [

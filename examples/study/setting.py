@@ -85,7 +85,8 @@ class Setting:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Setting:
         """Read what `as_dict` wrote."""
-        return cls(**(values | {"eviction": Eviction(**values["eviction"])}))
+        fields: dict[str, Any] = values | {"eviction": Eviction(**values["eviction"])}
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
