@@ -13,6 +13,9 @@ from .table import Table
 MARGIN = 0.03
 """Two arms count as equally good when the interval of their difference lies above minus this."""
 
+MIN_SEEDS = 5
+"""Below so many pairs an interval says nothing, and no verdict is given."""
+
 EVALUATIONS = ("dense", "sparse")
 Kind = Literal["better", "as good"]
 
@@ -39,12 +42,29 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference: where, in which evaluation, how large, and whether the claim holds there."""
+    """One difference: where, in which evaluation, how large.
+
+    Attributes:
+        where: Task and eviction.
+        evaluation: ``dense`` or ``sparse``.
+        estimate: Of the difference.
+        bound: What the difference has to be above.
+    """
 
     where: str
     evaluation: str
     estimate: Estimate
-    holds: bool
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the whole interval is above the bound."""
+        return self.estimate.low > self.bound
+
+    @property
+    def opposite(self) -> bool:
+        """Whether the whole interval is below it."""
+        return self.estimate.high < self.bound
 
 
 def findings(claim: Claim, table: Table) -> list[Finding]:
@@ -54,19 +74,22 @@ def findings(claim: Claim, table: Table) -> list[Finding]:
         for evaluation in EVALUATIONS:
             one = table.values(setting.but(arm=claim.one), evaluation)
             other = table.values(setting.but(arm=claim.other), evaluation)
-            if one.keys() & other.keys():
-                estimate = paired(one, other)
-                holds = estimate.low > (0 if claim.kind == "better" else -MARGIN)
-                found.append(Finding(f"{setting.task} {setting.eviction.label}", evaluation, estimate, holds))
+            if len(one.keys() & other.keys()) >= MIN_SEEDS:
+                bound = 0.0 if claim.kind == "better" else -MARGIN
+                where = f"{setting.task} {setting.eviction.label}"
+                found.append(Finding(where, evaluation, paired(one, other), bound))
     return found
 
 
 def verdict(found: Sequence[Finding]) -> str:
-    """``holds`` everywhere, ``partly``, or ``not seen here``."""
+    """``holds`` everywhere, ``partly`` with in how many places, or ``not seen here``; and where the opposite does."""
     if not found:
         return "not run"
-    held = sum(finding.holds for finding in found)
-    return "holds" if held == len(found) else "partly" if held else "not seen here"
+    held, opposite = sum(one.holds for one in found), sum(one.opposite for one in found)
+    if held == len(found):
+        return "holds"
+    text = f"partly ({held} of {len(found)})" if held else "not seen here"
+    return text + (f", the opposite in {opposite} of {len(found)}" if opposite else "")
 
 
 def paper_claims(main: Eviction, seventy: Eviction, random: Eviction, rates: Mapping[str, float]) -> list[Claim]:

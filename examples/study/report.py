@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .arms import ARMS
-from .claims import MARGIN, Finding, findings, paper_claims, verdict
+from .claims import MARGIN, MIN_SEEDS, Finding, findings, paper_claims, verdict
 from .grid import H2O, HIGH_RATE, LAMBDAS, MAIN, RANDOM, RATE, RATES, RECENT, SEVENTY, STEPS, TWENTY
 from .setting import Eviction, Setting
 from .statistics import bootstrap, paired, short
@@ -76,7 +76,8 @@ def claim_rows(table: Table) -> list[list[str]]:
     """A row per claim: verdict, and the difference wherever it was looked at."""
 
     def cell(finding: Finding) -> str:
-        return f"{'+' if finding.holds else NONE} {finding.where}, {finding.evaluation}: {finding.estimate}"
+        mark = "+" if finding.holds else "x" if finding.opposite else "o"
+        return f"{mark} {finding.where}, {finding.evaluation}: {finding.estimate}"
 
     rows = []
     for claim in paper_claims(MAIN, SEVENTY, RANDOM, RATES):
@@ -176,8 +177,10 @@ def tables(table: Table) -> str:
     few = ("smd", "naive", "sparse_rl", "dense")
     parts = [
         list_table("The paper's claims", ["claim", "verdict", "differences"], claim_rows(table), "30 12 58"),
-        f"``+``: holds there. *Better*: the whole 95 % interval of the paired difference is above 0; *as good*: it is "
-        f"above -{short(MARGIN)}. In brackets the number of seeds.\n",
+        f"""``+``: holds there, ``x``: the opposite does, ``o``: undecided. *Better*: the whole 95 % interval of the
+paired difference is above 0; *as good*: it is above -{short(MARGIN)}. *dense*: decoded with every key, *sparse*: with
+evictions. In brackets the number of seeds; from fewer than {MIN_SEEDS} nothing is concluded.
+""",
     ]
     for task in RATES:
         for eviction in (MAIN, SEVENTY, RANDOM):

@@ -317,14 +317,19 @@ def test_differences_are_paired_by_seed():
 
 
 def test_verdicts_follow_the_intervals():
-    good = [record("smd", seed, 0.8 + 0.01 * seed, 0.5) for seed in range(4)]
-    table = Table(good + [record("naive", seed, 0.7 + 0.01 * seed, 0.5) for seed in range(4)])
+    """SMD is better with every key, worse with evicted ones."""
+    good = [record("smd", seed, 0.8 + 0.01 * seed, 0.4) for seed in range(5)]
+    table = Table(good + [record("naive", seed, 0.7 + 0.01 * seed, 0.42) for seed in range(5)])
     claim = Claim("", "smd", "naive", "better", (Setting(""),))
     found = findings(claim, table)
-    assert [(one.evaluation, one.holds) for one in found] == [("dense", True), ("sparse", False)]
-    assert verdict(found) == "partly" and verdict(found[:1]) == "holds" and verdict(found[1:]) == "not seen here"
-    assert verdict([]) == "not run"
-    assert verdict(findings(replace(claim, kind="as good"), table)) == "holds"
+    assert [(one.evaluation, one.holds, one.opposite) for one in found] == [
+        ("dense", True, False),
+        ("sparse", False, True),
+    ]
+    assert verdict(found) == "partly (1 of 2), the opposite in 1 of 2"
+    assert verdict(found[:1]) == "holds" and verdict(found[1:]) == "not seen here, the opposite in 1 of 1"
+    assert verdict(findings(replace(claim, kind="as good"), table)) == "holds", "within the margin"
+    assert findings(claim, Table(table.records[1:])) == [] and verdict([]) == "not run", "four pairs are too few"
 
 
 def test_arms_that_sample_dense_are_compared_under_other_evictions_too():
@@ -336,9 +341,9 @@ def test_arms_that_sample_dense_are_compared_under_other_evictions_too():
 
 
 def test_the_tables_hold_the_numbers():
-    text = tables(Table([record(arm, seed, 0.8, 0.5) for arm in ("smd", "dense") for seed in range(2)]))
+    text = tables(Table([record(arm, seed, 0.8, 0.5) for arm in ("smd", "dense") for seed in range(5)]))
     assert "SMD is as good as dense at 50 %" in text and "**holds**" in text and "**not run**" in text
-    assert ".800 [.800, .800] (2)" in text and "chase, snapkv-50: cost of an update" in text
+    assert ".800 [.800, .800] (5)" in text and "chase, snapkv-50: cost of an update" in text
 
 
 def test_the_committed_results_are_small_and_give_the_committed_tables():
