@@ -109,6 +109,7 @@ def mismatch(table: Table, at: Setting, title: str) -> str:
         ("ESS", _point("ESS"), figure_cell),
         ("acceptance, 5th percentile", _point("acceptance_p5"), figure_cell),
         ("rejected", _point("rejected_fraction"), figure_cell),
+        ("clipped", _point("clip_fraction"), figure_cell),
         ("gradient norm, first 10", _point("grad_norm", 0), figure_cell),
         ("gradient norm, last 10", _point("grad_norm"), figure_cell),
         ("largest gap of any token, nats", lambda record: record["worst"]["max_mismatch"], worst_cell),
