@@ -15,10 +15,10 @@ BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo train test lint format docs clean
+.PHONY: help setup demo train bench bench-kvpress test lint format docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with the tested versions
 
@@ -36,6 +36,22 @@ demo: $(STAMP) ## run the quickstart on a pretrained model
 QUICK_TRAIN := --updates 4 --prompts 2 --eval-prompts 4 --eval-every 4 --save-every 2 --out runs/quick
 train: $(STAMP) ## train a pretrained model with SMD (QUICK=1: a few updates)
 	$(BIN)/python examples/train_smd.py $(if $(QUICK),$(QUICK_TRAIN)) $(ARGS)
+
+# QUICK=1: tiny sizes, whether it all runs. ARGS="--only learner" measures a part anew and leaves the others.
+bench: export MPLBACKEND = Agg
+bench: $(STAMP) ## measure every claim: a table, docs/runs/bench.json, a plot (QUICK=1: tiny sizes)
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(ARGS)
+
+# kvpress does not run on the transformers of this library.
+KVPRESS := .venv-kvpress
+$(KVPRESS)/.installed: benchmarks/kvpress/requirements.txt
+	$(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+bench-kvpress: $(STAMP) $(KVPRESS)/.installed ## measure kvpress in an environment of its own, into the same file
+	$(KVPRESS)/bin/python -m benchmarks.kvpress.measure --json docs/runs/bench.json $(ARGS)
+	$(BIN)/python -m benchmarks.table
 
 # One thread per worker: more threads than cores only get in each other's way.
 # Offline: a test that reaches for the network is a mistake, and should fail at once.
@@ -61,4 +77,4 @@ docs: $(STAMP) ## build the reference into docs/_build/html, warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -E -b html docs docs/_build/html
 
 clean: ## remove the environment and what was generated
-	rm -rf $(VENV) docs/_build docs/api/generated .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KVPRESS) docs/_build docs/api/generated .pytest_cache .ruff_cache .hypothesis

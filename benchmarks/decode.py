@@ -130,4 +130,4 @@ def rows(shape: str, times: Times, sizes: dict[str, int], recording: bool) -> li
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("decode", parser(), measure)

@@ -70,4 +70,4 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("generate", parser(), measure)

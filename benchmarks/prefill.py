@@ -148,4 +148,4 @@ def measure_group(adapter: MaskedAttentionAdapter, plain: Any, args: argparse.Na
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("prefill", parser(), measure)
