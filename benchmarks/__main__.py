@@ -44,8 +44,8 @@ class Part:
 
 PARTS = (
     Part("decode", "decode", "--shapes smollm2"),
-    Part("decode/qwen3-0.6b", "decode", "--shapes qwen3-0.6b --layers 4 --no-recording", quick=False),
-    Part("decode/mha", "decode", "--shapes mha --layers 4 --no-recording", quick=False),
+    Part("decode/qwen3-0.6b", "decode", "--shapes qwen3-0.6b --layers 4 --steps 64 --no-recording", quick=False),
+    Part("decode/mha", "decode", "--shapes mha --layers 4 --steps 64 --no-recording", quick=False),
     *(Part(name, name) for name in ("prefill", "generate", "chunked_prefill", "spikes", "learner", "fused_head")),
     *(Part(f"growth/{name}", "growth", f"--curves {name}") for name in CURVES),
 )
