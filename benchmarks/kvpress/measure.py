@@ -62,8 +62,8 @@ def measure_prefill(model: Any, args: argparse.Namespace) -> list[Result]:
     def way(runner: Any) -> Callable[[], Any]:
         return lambda: runner(input_ids=ids, past_key_values=DynamicCache(config=runner.config), logits_to_keep=1)
 
-    claim, spike = f"prefill, 1 x {args.tokens} tokens", f"eviction of {1 - args.budget:.0%}: spike"
-    dense = args.tokens * token_bytes(model)
+    claim, spike = f"prefill, 1 x {args.tokens} tokens", "eviction of a layer allocates"
+    of_layer = args.tokens * token_bytes(model) / args.layers
     with ExitStack() as stack:
         presses = {name: press(compression_ratio=1 - args.budget) for name, press in PRESSES.items()}
         ways = {PLAIN: way(model)} | {name: way(pressed(model, press, stack)) for name, press in presses.items()}
@@ -72,7 +72,7 @@ def measure_prefill(model: Any, args: argparse.Namespace) -> list[Result]:
         results = [times.result(claim, name, PLAIN, bytes=peaks[name]) for name in ways]
         for name, press in presses.items():
             most = compression_spike(press, ways[name])
-            results.append(Result(spike, name, ratio=most / dense, of="dense cache", bytes=most))
+            results.append(Result(spike, name, ratio=most / of_layer, of="dense layer", bytes=most))
     return results
 
 
