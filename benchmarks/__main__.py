@@ -47,6 +47,9 @@ PARTS = (
     Part("decode/qwen3-0.6b", "decode", "--shapes qwen3-0.6b --layers 4 --steps 64 --no-recording", quick=False),
     Part("decode/mha", "decode", "--shapes mha --layers 4 --steps 64 --no-recording", quick=False),
     *(Part(name, name) for name in ("prefill", "generate", "chunked_prefill", "spikes", "learner", "fused_head")),
+    # What the head adds to the second track: with next to no vocabulary, the passes alone.
+    Part("learner/no head", "learner", "--vocabulary 256", quick=False),
+    Part("profile", "profile"),
     *(Part(f"growth/{name}", "growth", f"--curves {name}") for name in CURVES),
 )
 ELSEWHERE = "kvpress"  # written by `make bench-kvpress`
