@@ -2,8 +2,8 @@
 
     python -m benchmarks.profile               # batch 8, 1,024 keys, 8 layers of SmolLM2's shapes
 
-Both need the products with the weights and one look at every key; what is left is what a cache costs. Times are those of
-the operators under the profiler, which is slower than without it.
+Both need the products with the weights and one look at every key; what is left is what a cache costs. Times are those
+of the operators under the profiler, which is slower than without it.
 """
 
 from __future__ import annotations
