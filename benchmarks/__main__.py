@@ -100,6 +100,8 @@ def main() -> int:
     chosen = [part for part in PARTS if part.quick or not options.quick]
     if options.only:
         chosen = [part for part in chosen if part.name.startswith(tuple(options.only))]
+        if not chosen:
+            parser.error(f"no part begins with {options.only}; there are {', '.join(part.name for part in PARTS)}")
     failed = []
     for part in [] if options.show else chosen:
         print(f"{time.strftime('%H:%M:%S')} {part.name}", file=sys.stderr, flush=True)
@@ -113,6 +115,8 @@ def main() -> int:
             torch.cuda.empty_cache()
     parts = load(out)
     show_all(parts)
+    if any(part.get("quick") for part in parts.values()):
+        print("From tiny sizes, which show that everything runs: times, ratios and missed goals say nothing.")
     if not options.show:
         written = [out]
         if out == OUT:

@@ -65,5 +65,7 @@ def write(parts: dict[str, Any], page: Path) -> None:
 
 if __name__ == "__main__":
     given = [Path(argument) for argument in sys.argv[1:]]
+    if len(given) not in (0, 2):
+        raise SystemExit("python -m benchmarks.table [results.json table.inc]")
     source, page = given if given else (SOURCE, PAGE)
     write(load(source), page)
