@@ -15,10 +15,10 @@ BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo train study test lint format docs clean
+.PHONY: help setup demo train study bench bench-kvpress test lint format docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with the tested versions
 
@@ -41,6 +41,22 @@ train: $(STAMP) ## train a pretrained model with SMD (QUICK=1: a few updates)
 study: $(STAMP) ## run the study of all arms, below 3 hours on 2 cores (QUICK=1: whether it works, in minutes)
 	$(if $(QUICK),rm -rf runs/study_quick)
 	$(BIN)/python -m examples.study run --workers $(JOBS) $(if $(QUICK),--quick --out runs/study_quick) $(ARGS)
+
+# QUICK=1: tiny sizes, whether it all runs. ARGS="--only learner" measures a part anew and leaves the others.
+bench: export MPLBACKEND = Agg
+bench: $(STAMP) ## measure every claim: a table, docs/runs/bench.json, a plot (QUICK=1: tiny sizes)
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(ARGS)
+
+# kvpress does not run on the transformers of this library.
+KVPRESS := .venv-kvpress
+$(KVPRESS)/.installed: benchmarks/kvpress/requirements.txt
+	$(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+bench-kvpress: $(STAMP) $(KVPRESS)/.installed ## measure kvpress in an environment of its own, into the same file
+	$(KVPRESS)/bin/python -m benchmarks.kvpress.measure --json docs/runs/bench.json $(ARGS)
+	$(BIN)/python -m benchmarks.table
 
 # One thread per worker: more threads than cores only get in each other's way.
 # Offline: a test that reaches for the network is a mistake, and should fail at once.
@@ -66,4 +82,4 @@ docs: $(STAMP) ## build the reference into docs/_build/html, warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -E -b html docs docs/_build/html
 
 clean: ## remove the environment and what was generated
-	rm -rf $(VENV) docs/_build docs/api/generated .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KVPRESS) docs/_build docs/api/generated .pytest_cache .ruff_cache .hypothesis

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks._measure import Result
+from benchmarks._table import show
 
 PACKAGES = ("torch", "transformers", "torchrl", "tensordict", "kvpress", "smdlib")
 
@@ -85,71 +86,27 @@ def results_of(part: dict[str, Any]) -> list[Result]:
     return [Result(**{name: value for name, value in row.items() if name != "met"}) for row in part["results"]]
 
 
-def cells(result: Result) -> tuple[str, ...]:
-    """Cells of a row: claim, case, median, ratio, of, goal, met, bytes."""
-    return (
-        result.claim,
-        result.case,
-        duration(result.seconds),
-        "" if result.ratio is None else f"{result.ratio:.2f}" if abs(result.ratio) >= 0.1 else f"{result.ratio:.2g}",
-        result.of,
-        "" if result.goal is None else f"{'=' if result.exactly else '<='} {result.goal:.3g}",
-        {None: "", True: "yes", False: "no"}[result.met],
-        size(result.bytes),
-    )
-
-
-HEADERS = ("claim", "case", "median", "ratio", "of", "goal", "met", "bytes")
-
-
-def duration(seconds: float | None) -> str:
-    """Write a time with its unit."""
-    if seconds is None:
-        return ""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
-
-
-def size(count: int | None) -> str:
-    """Write bytes with their unit, in powers of ten."""
-    if count is None:
-        return ""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= scale:
-            return f"{count / scale:.2f} {unit}" if unit == "GB" else f"{count / scale:.1f} {unit}"
-    return f"{count} B"
-
-
-def show(results: Sequence[Result], title: str = "") -> None:
-    """Print one table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for header in HEADERS:
-        table.add_column(header, justify="right" if header in ("median", "ratio", "goal", "bytes") else "left")
-    last = ""
-    for result in results:
-        claim, *rest = cells(result)
-        if last and claim != last:
-            table.add_section()
-        style = {None: "", True: "green", False: "bold red"}[result.met]
-        rest[5] = f"[{style}]{rest[5]}[/]" if style else ""
-        table.add_row("" if claim == last else claim, *rest)
-        last = claim
-    # A pipe or a file has no width of its own; a cut number is worse than a long line.
-    console = Console()
-    (console if console.is_terminal else Console(width=180)).print(table)
-
-
-def main(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], list[Result]]) -> None:
-    """Run one script from its command line."""
+def main(name: str, parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], list[Result]]) -> None:
+    """Run one script from its command line; ``name`` is that of its part in a file."""
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     args = parser.parse_args()
     start = time.perf_counter()
     results = measure(args)
     part = make_part(args, results, time.perf_counter() - start)
-    where = part["environment"]
-    arguments = ", ".join(f"{name} {value}" for name, value in part["arguments"].items())
-    show(results, f"{where['machine']}, {where['threads']} threads, torch {where['versions']['torch']}\n{arguments}")
+    show(results, f"{describe(part)}\n{settings(part)}")
     if args.json:
-        save(args.json, parser.prog.removeprefix("python -m benchmarks."), part)
+        save(args.json, name, part)
+
+
+def describe(part: dict[str, Any]) -> str:
+    """Say in a line on what a part was measured."""
+    where = part["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if name != "smdlib")
+    return f"{where['machine']}, {where['threads']} threads, {where['memory_gb']} GB; {versions}; {part['date']}"
+
+
+def settings(part: dict[str, Any]) -> str:
+    """Write the arguments of a part in a line."""
+    plain = {name: " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+             for name, value in part["arguments"].items()}  # fmt: skip
+    return ", ".join(f"{name} {value}" for name, value in plain.items())

@@ -120,4 +120,4 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("chunked_prefill", parser(), measure)

@@ -68,8 +68,8 @@ def sliced(policy: str) -> str:
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> list[Result]:
     """Time every way's steps in turn, one shape after the other."""
-    if args.steps % EVERY:
-        raise SystemExit(f"--steps must be a multiple of {EVERY}, so that every period is whole.")
+    if args.steps < 1 or args.steps % EVERY:
+        raise SystemExit(f"--steps must be a multiple of {EVERY} above 0, so that every period is whole.")
     results = []
     for shape in args.shapes:
         times, sizes = measure_shape(shape, args)
@@ -130,4 +130,4 @@ def rows(shape: str, times: Times, sizes: dict[str, int], recording: bool) -> li
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("decode", parser(), measure)

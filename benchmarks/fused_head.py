@@ -92,4 +92,4 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("fused_head", parser(), measure)

@@ -47,7 +47,9 @@ def measure(args: argparse.Namespace) -> list[Result]:
         def generate() -> Any:
             caches[name] = make_cache()
             length = {"max_new_tokens": args.new, "min_new_tokens": args.new}
-            return runner.generate(ids, cache=caches[name], do_sample=False, pad_token_id=0, **length)
+            # A mask of its own: transformers would take a random token that equals the padding for padding.
+            given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+            return runner.generate(ids, cache=caches[name], **given, **length)
 
         return generate
 
@@ -70,4 +72,4 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("generate", parser(), measure)

@@ -28,7 +28,7 @@ class Curve:
     """One horizontal axis.
 
     Attributes:
-        title: What is measured, at which sizes.
+        title: What is measured, at which sizes (names of arguments in braces).
         axis: What grows, with its unit.
         points: Where it is measured.
         quick: The same for a test.
@@ -96,49 +96,49 @@ def learning(models: Models, args: argparse.Namespace, **sizes: Any) -> list[Res
 PERCENT = (10, 25, 50, 75, 100)
 CURVES = {
     "decode-keys": Curve(
-        "decoding step, as many keys in both caches",
+        "decoding step, {batch} rows, as many keys in both caches",
         "keys held (tokens)",
         (256, 512, 1024, 2048, 4096, 8192),
         (32, 64),
         lambda at, models, args: decoding(at, at, models, args),
     ),
     "decode-budget": Curve(
-        "decoding step after a long prompt",
+        "decoding step, {batch} rows after {long} tokens",
         "budget (% of the prompt)",
         PERCENT,
         (50, 100),
         lambda at, models, args: decoding(args.long, at / 100, models, args),
     ),
     "prefill-prompt": Curve(
-        "prefill, half the keys kept",
+        "prefill of a row, half the keys kept",
         "prompt (tokens)",
         (1024, 2048, 4096, 8192),
         (64, 128),
         prefilling,
     ),
     "learner-prompt": Curve(
-        "learner step",
+        "learner step, {group} x (P + {response}) tokens",
         "prompt (tokens)",
         (1024, 2048, 4096, 8192),
         (16, 32),
         lambda at, models, args: learning(models, args, prompt=at),
     ),
     "learner-group": Curve(
-        "learner step",
+        "learner step, G x ({prompt} + {response}) tokens",
         "group (rows)",
         (1, 2, 4, 8, 16),
         (1, 2),
         lambda at, models, args: learning(models, args, group=at),
     ),
     "learner-budget": Curve(
-        "learner step",
+        "learner step, {group} x ({prompt} + {response}) tokens",
         "budget (% of the prompt)",
         PERCENT,
         (50, 100),
         lambda at, models, args: learning(models, args, budget=at / 100),
     ),
     "learner-response": Curve(
-        "learner step",
+        "learner step, {group} x ({prompt} + R) tokens",
         "response (tokens)",
         (16, 64, 128, 256, 512),
         (4, 8),
@@ -179,8 +179,8 @@ def measure_curve(name: str, args: argparse.Namespace) -> Iterator[Result]:
     with MaskedAttentionAdapter(model) as adapter:
         for at in curve.quick if args.quick else curve.points:
             for row in curve.measure(at, Models(model, plain, adapter), args):
-                yield replace(row, claim=f"{curve.title}, against {curve.axis}", at=at)
+                yield replace(row, claim=f"{curve.title.format(**vars(args))}, against {curve.axis}", at=at)
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("growth", parser(), measure)

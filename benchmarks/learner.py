@@ -159,4 +159,4 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("learner", parser(), measure)

@@ -2,14 +2,16 @@
 
     python -m benchmarks.prefill               # 2,048 tokens, 1 and 4 rows, half the keys kept, every policy
 
-The peer is the same model without an adapter on transformers' `DynamicCache`. Memory is live bytes of tensors at the
-peak, keys and values included; what it takes above the plain prefill is held against a P x P tensor of one head of
-every row in float32; an implementation that forms attention weights needs as many as there are heads.
+The peers are the same model without an adapter on transformers' `DynamicCache`, and on a cache that gathers the kept
+keys into new tensors after each layer. Memory is live bytes of tensors at the peak, keys and values included; what it
+takes above the plain prefill is held against a P x P tensor of one head of every row in float32; an implementation that
+forms attention weights needs as many as there are heads.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from tensordict import TensorDict
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks import peers
 from benchmarks._measure import Result, alternate, peak
 from benchmarks._report import main
 from benchmarks.models import SHAPES, add_model_arguments, make_model, plain_twin
@@ -25,7 +28,7 @@ from smdlib import CompressedCache, EvictionPolicy, MaskedAttentionAdapter, Shad
 from smdlib.policies import available_policies, make_policy, tracks_attention
 from smdlib.testing import byte_tokenizer
 
-PLAIN = "DynamicCache"
+PLAIN, SLICED = "DynamicCache", "streaming, sliced"
 QUICK = "--shape tiny --batches 1 2 --tokens 256 --reserve 16 --layers 2 --repeats 1 --group 4 --vocabulary 259"
 
 
@@ -64,6 +67,14 @@ def plain_prefill(plain: PreTrainedModel, ids: torch.Tensor) -> Callable[[], Any
     return lambda: plain(input_ids=ids, cache=DynamicCache(config=plain.config), logits_to_keep=1)
 
 
+def sliced_prefill(slicing: PreTrainedModel, ids: torch.Tensor, args: argparse.Namespace) -> Callable[[], Any]:
+    """Return a prefill of the peer that gathers the kept keys after each layer."""
+    kept = math.ceil(args.budget * args.tokens)
+    return lambda: slicing(
+        input_ids=ids, cache=peers.slicing_cache(slicing.config, kept, "streaming"), logits_to_keep=1
+    )
+
+
 def own_prefill(model: PreTrainedModel, ids: torch.Tensor, policy: str, args: argparse.Namespace) -> Callable[[], Any]:
     """Return a prefill with eviction, recorded; the record is part of what has to be done."""
 
@@ -78,13 +89,15 @@ def own_prefill(model: PreTrainedModel, ids: torch.Tensor, policy: str, args: ar
 def measure_batch(model: Any, plain: Any, batch: int, args: argparse.Namespace) -> list[Result]:
     """Rows of one batch size."""
     ids = torch.randint(args.vocabulary, (batch, args.tokens), device=args.device)
-    ways = {PLAIN: plain_prefill(plain, ids)}
+    slicing = plain_twin(plain)
+    slicing.set_attn_implementation(peers.NAME)
+    ways = {PLAIN: plain_prefill(plain, ids), SLICED: sliced_prefill(slicing, ids, args)}
     ways |= {policy: own_prefill(model, ids, policy, args) for policy in args.policies}
     # Counting slows a call down, but it warms up as well as another.
     peaks = {name: peak(way).peak for name, way in ways.items()}
     times = alternate(ways, device=args.device, repeats=args.repeats, warmup=0, label=f"prefill, {batch} rows")
     claim = f"prefill, {batch} x {args.tokens} tokens"
-    results = [times.result(claim, PLAIN, PLAIN, bytes=peaks[PLAIN])]
+    results = [times.result(claim, name, PLAIN, bytes=peaks[name]) for name in (PLAIN, SLICED)]
     for policy in args.policies:
         goal = 2.0 if tracks_attention(policy_of(policy)) else 1.1
         results.append(times.result(claim, policy, PLAIN, goal, bytes=peaks[policy]))
@@ -148,4 +161,4 @@ def measure_group(adapter: MaskedAttentionAdapter, plain: Any, args: argparse.Na
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("prefill", parser(), measure)

@@ -169,4 +169,4 @@ def mask_bytes(recorder: ShadowMaskRecorder, args: argparse.Namespace, model: An
 
 
 if __name__ == "__main__":
-    main(parser(), measure)
+    main("spikes", parser(), measure)

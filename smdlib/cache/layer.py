@@ -56,6 +56,9 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.layer_idx = layer_idx
         self.settings = settings
+        # Asked at every token, and protocols are slow to recognise.
+        self._stepwise = settings.allocation if isinstance(settings.allocation, StepwiseAllocation) else None
+        self.tracks_attention = tracks_attention(settings.policy)  # whether the policy asks for attention mass
         self.reset()
 
     def reset(self) -> None:
@@ -126,11 +129,6 @@ class CompressedLayer(CacheLayerMixin):
         """The blocks to attend to instead of what ``update`` returned: when decoding with heads of unequal budgets."""
         decoding = self._step is not None and not self._step.prefill
         return self.slots.blocks if decoding and isinstance(self.slots, RaggedSlots) else None
-
-    @property
-    def tracks_attention(self) -> bool:
-        """Whether the policy asks for the attention mass of its keys."""
-        return tracks_attention(self.settings.policy)
 
     def check_attended(self) -> None:
         """Raise if the last keys were attended to by something that knows nothing of eviction."""
@@ -263,11 +261,11 @@ class CompressedLayer(CacheLayerMixin):
 
     def _shrink_budget(self) -> int:
         """Follow an allocation that shrinks while decoding; return by how many keys a head's budget fell at most."""
-        allocation, before = self.settings.allocation, self.budget
-        if not isinstance(allocation, StepwiseAllocation):
+        if self._stepwise is None:
             return 0
+        before = self.budget
         assert before is not None and self._full_budget is not None
-        self.budget = stepped(allocation, self._full_budget, self._decoded)
+        self.budget = stepped(self._stepwise, self._full_budget, self._decoded)
         self._budgets = int(self.budget.min()), int(self.budget.max())
         return max(0, int((before - self.budget).max()))
 

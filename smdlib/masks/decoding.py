@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 
@@ -33,7 +32,8 @@ def decode_attention(
         >>> output.shape, mass.mul(3).round().tolist()
         (torch.Size([1, 1, 2, 4]), [[[2.0, 2.0, 2.0]]])
     """
-    folded = rearrange(query, "b (h g) 1 d -> b h g d", h=key.shape[1])
+    batch, heads, _, width = query.shape
+    folded = query.reshape(batch, key.shape[1], -1, width)  # reshape: this runs in every layer for every token
     weights = (folded * scaling) @ key.mT
     if visible is not None:
         # A finite number, so that a query that sees nothing gets no NaN; its weights are removed below.
@@ -41,4 +41,4 @@ def decode_attention(
     weights = weights.softmax(-1)
     if visible is not None:
         weights = weights * visible
-    return rearrange(weights @ value, "b h g d -> b 1 (h g) d"), weights.sum(2) if want_mass else None
+    return (weights @ value).reshape(batch, 1, heads, width), weights.sum(2) if want_mass else None

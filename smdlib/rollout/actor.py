@@ -15,17 +15,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from smdlib.cache import CompressedCache
 from smdlib.masks import LanguageHead, MaskedAttentionAdapter, ShadowMask, View
 from smdlib.policies import Allocation, EvictionPolicy, make_policy
-from smdlib.rollout.generation import Eviction, SampledRow, sample_rows
+from smdlib.rollout.generation import Eviction, sample_rows
 from smdlib.rollout.inputs import PROMPT, read_prompts
 from smdlib.rollout.options import num_tokens, resolve_options
+from smdlib.rollout.segments import SampledRow
 
 
 class SparseActor(TensorDictModuleBase):
     """Samples responses with a compressed cache and records what was seen; token in, token out.
 
     A policy for ``env.rollout`` and TorchRL's ``LLMCollector`` (with an env in tokens mode, such as `dataset_env`),
-    and the ``actor`` of smdlib's losses. Each distinct prompt of a batch is prefilled once. Sampling is in eval mode
-    and leaves every module's mode as it was. Under ``torch.autocast`` the learner has to run under the same autocast.
+    and the ``actor`` of smdlib's losses. Each distinct prompt of a batch is prefilled once. Rows that have ended leave
+    the batch, with their keys, as soon as they are half of it. Sampling is in eval mode and leaves every module's mode
+    as it was. Under ``torch.autocast`` the learner has to run under the same autocast.
 
     Reads ``("tokens", "prompt")``: int64 ``[P]`` per row, ragged or one ``[B, P]`` without padding. Writes rows without
     padding, as a lazy stack:
@@ -37,7 +39,7 @@ class SparseActor(TensorDictModuleBase):
       included; NaN on the prompt;
     - ``("text", "prompt" | "response" | "full")``: for rewards and eyes, without special tokens; never read back;
     - ``"shadow"``: the row's `smdlib.masks.ShadowMask`, ``[P + R, L, H]``;
-    - ``"kv_bytes"``: int64, the row's share of the cache's keys and values.
+    - ``"kv_bytes"``: int64, the row's share of the cache's keys and values when these were most.
 
     Args:
         model: A causal language model, or the `smdlib.masks.MaskedAttentionAdapter` that is installed on it; several

@@ -5,27 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from smdlib.cache import CompressedCache
-from smdlib.cache.support import num_kv_heads, text_config
-from smdlib.masks import ShadowMask, ShadowMaskRecorder
+from smdlib.masks import ShadowMaskRecorder
 from smdlib.masks.shared import distinct_prompts
 from smdlib.policies import Allocation, EvictionPolicy
 from smdlib.rollout.options import GenerateOptions
-from smdlib.rollout.watchers import RowEnds, SampledLogProbs
+from smdlib.rollout.segments import SampledRow, decode
+from smdlib.rollout.watchers import RowEnds
 
 
 @dataclass(frozen=True)
@@ -38,25 +29,6 @@ class Eviction:
     evict_every: int | None = None
 
 
-@dataclass(frozen=True)
-class SampledRow:
-    """One sampled row, unpadded.
-
-    Attributes:
-        prompt: int64 ``[P]``.
-        response: int64 ``[R]``, its end token included.
-        log_probs: float32 ``[R]`` in nats, of the distribution that the tokens were drawn from.
-        shadow: Record ``[P + R, L, H]``.
-        kv_bytes: The row's share of the cache, in bytes.
-    """
-
-    prompt: Tensor
-    response: Tensor
-    log_probs: Tensor
-    shadow: ShadowMask
-    kv_bytes: int
-
-
 @torch.no_grad()
 def sample_rows(
     model: PreTrainedModel,
@@ -67,7 +39,8 @@ def sample_rows(
 ) -> list[SampledRow]:
     """Sample one response of each prompt.
 
-    All but the last token of each *distinct* prompt is prefilled once, however often the prompt occurs.
+    All but the last token of each *distinct* prompt is prefilled once, however often the prompt occurs. Rows that have
+    ended leave the batch; see `smdlib.rollout.segments.decode`.
 
     Args:
         model: With an adapter installed.
@@ -101,11 +74,9 @@ def sample_rows(
             recorder=recorder,
             prompt_lengths=mask.sum(1),
         )
-    columns = ids.shape[1]
-    log_probs, ends = SampledLogProbs(options.temperature), RowEnds(options, tokenizer, columns)
     with evaluation_mode(model), _own_generation_config(model):
         # All but the last token, which generate() needs; prompts of one token have nothing before it.
-        if columns > 1:
+        if ids.shape[1] > 1:
             positions = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)
             # logits_to_keep: nobody reads the prefill's logits.
             model(
@@ -117,46 +88,8 @@ def sample_rows(
             )
             cache.batch_select_indices(index)
             ids, mask = ids[index], mask[index]
-        sequences = cast(Any, model).generate(
-            input_ids=ids,
-            attention_mask=mask,
-            cache=cache,
-            generation_config=options.config(),
-            logits_processor=LogitsProcessorList([log_probs]),
-            stopping_criteria=StoppingCriteriaList([ends]),
-        )
-    assert isinstance(sequences, Tensor)
-    response = sequences[:, columns:]
-    lengths, scored = ends.lengths(response.shape[1]), log_probs.log_probs(response)
-    totals = mask.sum(1) + lengths
-    if isinstance(cache, CompressedCache):
-        shadows, kv_bytes = recorder.shadow_mask(totals), cache.kv_bytes()
-    else:
-        shadows = _dense_shadows(model, sequences, mask, totals)
-        kv_bytes = sum(_bytes(layer.keys) + _bytes(layer.values) for layer in cast(list[DynamicLayer], cache.layers))
-    return [
-        SampledRow(
-            prompt=ids[row, columns - int(mask[row].sum()) :],
-            response=response[row, : int(lengths[row])],
-            log_probs=scored[row, : int(lengths[row])],
-            shadow=cast(ShadowMask, shadows[row]).crop(int(totals[row])),
-            kv_bytes=kv_bytes // len(index),
-        )
-        for row in range(len(index))
-    ]
-
-
-def _dense_shadows(model: PreTrainedModel, sequences: Tensor, mask: Tensor, totals: Tensor) -> ShadowMask:
-    """Return the record of rows that lost no key, with the ids of their tokens: it too is refused for others."""
-    layers, heads = int(text_config(model.config).num_hidden_layers), num_kv_heads(model.config)
-    shadows = ShadowMask.dense(len(sequences), int(totals.max()), layers, heads, device=sequences.device)
-    column = torch.arange(shadows.num_tokens, device=sequences.device) + (mask.shape[1] - mask.sum(1))[:, None]
-    shadows.token_ids = sequences.gather(1, column.clamp(max=sequences.shape[1] - 1)).int()
-    return shadows
-
-
-def _bytes(states: Tensor | None) -> int:
-    return 0 if states is None else states.nbytes
+        ends = RowEnds(options, tokenizer, ids)
+        return decode(model, cache, None if eviction is None else recorder, ids, mask, options, ends)
 
 
 def _pad_left(rows: Sequence[Tensor], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:

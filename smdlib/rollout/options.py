@@ -83,7 +83,6 @@ class GenerateOptions:
             temperature=self.temperature if self.do_sample else 1.0,
             eos_token_id=list(self.eos_token_ids) or None,
             pad_token_id=self.pad_token_id,
-            max_time=self.max_time,
         )
 
 

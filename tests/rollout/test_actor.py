@@ -14,7 +14,7 @@ from torchrl.modules.llm.policies import Tokens
 from transformers import LogitsProcessor
 
 from smdlib import NEVER, MaskedAttentionAdapter, ShadowMask
-from smdlib.rollout import SparseActor, generation
+from smdlib.rollout import SparseActor, segments
 from tests.families import VOCAB, make_model
 from tests.rollout.actors import batch_of, byte_actor, gaps, make_actor, make_prompts, run, word_tokenizer
 from tests.tokenizer import EOS, byte_tokenizer
@@ -110,8 +110,8 @@ def test_one_step_of_logits_at_a_time(monkeypatch):
         def log_probs(self, response):
             return self.inner.log_probs(response)
 
-    original = generation.SampledLogProbs
-    monkeypatch.setattr(generation, "SampledLogProbs", Spy)
+    original = segments.SampledLogProbs
+    monkeypatch.setattr(segments, "SampledLogProbs", Spy)
     run(make_actor(max_new_tokens=8), make_prompts(9, 5))
     assert len(alive) == 8 and max(alive) <= 2  # this step's, and what the loop still holds of the one before
     gc.collect()

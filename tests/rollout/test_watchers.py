@@ -94,10 +94,11 @@ def ascii_model():
 @pytest.mark.parametrize("evict_every", [None, 1])
 def test_stop_strings(evict_every):
     """A row ends with the token that completes a string; the others go on."""
-    actor = byte_actor(model=ascii_model(), max_new_tokens=40, evict_every=evict_every)
+    options = {"max_new_tokens": 40, "evict_every": evict_every, "do_sample": False}
+    actor = byte_actor(model=ascii_model(), **options)
     free = [row["text", "response"] for row in run(actor, PROMPTS)]
     strings = [free[0][6:8], free[1][11:14]]
-    other = byte_actor(model=ascii_model(), max_new_tokens=40, evict_every=evict_every, stop_strings=strings)
+    other = byte_actor(model=ascii_model(), stop_strings=strings, **options)
     rows = run(other, PROMPTS)
     lengths = []
     for row, text in zip(rows, free, strict=True):
@@ -154,14 +155,32 @@ def test_max_time_ends_all_rows():
 
 
 def test_row_ends_by_hand():
-    options = resolve_options({"eos_token_id": [7, 8]}, byte_model(), byte_tokenizer())
-    ends = RowEnds(options, byte_tokenizer(), prompt_columns=2)
+    options = resolve_options({"eos_token_id": [7, 8], "max_new_tokens": 4}, byte_model(), byte_tokenizer())
     tokens = torch.tensor([[7, 7, 1, 2, 8, 1], [1, 7, 7, 7, 7, 7], [1, 1, 1, 1, 1, 1]])  # the prompts have some, too
+    ends = RowEnds(options, byte_tokenizer(), tokens[:, :2])
     done = [ends(tokens[:, :columns], None).tolist() for columns in (3, 4, 5, 6)]
-    assert done == [[False, True, False], [False, True, False], [True, True, False], [True, True, False]]
-    assert ends.lengths(4).tolist() == [3, 1, 4]
+    assert done == [[False, True, False], [False, True, False], [True, True, True], [True, True, True]]
+    assert ends.lengths(4).tolist() == [3, 1, 4] and ends.ended(4).tolist() == [True, True, True]
     assert ends.lengths(2).tolist() == [2, 1, 2]  # a loop that took steps back
+    assert [ends.ended(columns).tolist() for columns in (2, 3)] == [[False, True, False], [True, True, False]]
     assert hasattr(EosTokenCriteria([7]), "eos_token_id") and not hasattr(ends, "eos_token_id")
+
+
+def test_row_ends_of_the_rows_that_go_on():
+    """Rows are named by their place in the batch being decoded; what a loop took back ends nobody."""
+    options = resolve_options({"eos_token_id": [7], "max_new_tokens": 9}, byte_model(), byte_tokenizer())
+    tokens = torch.tensor([[1, 7, 1, 1], [1, 1, 1, 7], [1, 7, 1, 1], [1, 1, 7, 1], [1, 1, 1, 1]])
+    ends = RowEnds(options, byte_tokenizer(), tokens[:, :1])
+    done = [ends(tokens[:, :columns], None).tolist() for columns in (2, 3, 4)]
+    assert done == [[True, False, True, False, False], [True] * 5, [True] * 5]
+    assert ends.ended(2).tolist() == [True, False, True, True, False]
+    ends.keep(torch.tensor([1, 4]))
+    assert ends.ended(2).tolist() == [False, False]
+    tokens = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 7]])
+    assert [ends(tokens[:, :columns], None).tolist() for columns in (4, 5)] == [[False, False], [True, True]]
+    assert ends.ended(4).tolist() == [False, True] and ends.lengths(4).tolist() == [4, 4]
+    ends.keep(torch.tensor([0]))
+    assert ends.ended(8).tolist() == [False] and ends.ended(9).tolist() == [True]
 
 
 def test_log_probs_by_hand():

@@ -1,0 +1,1 @@
+"""kvpress in an environment of its own: `make bench-kvpress`."""
