@@ -119,16 +119,19 @@ class CompressedLayer(CacheLayerMixin):
         return self.slots is None
 
     @property
+    def _decoding(self) -> bool:
+        """Whether the keys on offer are those of the slots, with one decoded token among them."""
+        return self._step is not None and not self._step.prefill
+
+    @property
     def gapless(self) -> bool:
         """Whether the keys on offer are those of slots all of which are known to hold one."""
-        decoding = self._step is not None and not self._step.prefill
-        return decoding and self.slots is not None and self.slots.full
+        return self._decoding and self.slots is not None and self.slots.full
 
     @property
     def blocks(self) -> list[Block] | None:
         """The blocks to attend to instead of what ``update`` returned: when decoding with heads of unequal budgets."""
-        decoding = self._step is not None and not self._step.prefill
-        return self.slots.blocks if decoding and isinstance(self.slots, RaggedSlots) else None
+        return self.slots.blocks if self._decoding and isinstance(self.slots, RaggedSlots) else None
 
     def check_attended(self) -> None:
         """Raise if the last keys were attended to by something that knows nothing of eviction."""
@@ -228,7 +231,6 @@ class CompressedLayer(CacheLayerMixin):
             mass: float32 ``[B, H, K]``, the attention mass that these queries gave, where the policy tracks it.
             scaling: Factor of the attention logits.
         """
-        gapless = self.gapless
         step, self._step = self._step, None
         assert step is not None and self.padding is not None
         if self.queries is not None:
@@ -253,7 +255,7 @@ class CompressedLayer(CacheLayerMixin):
             most = every + self._shrink_budget()
             least, largest = self._budgets
             if self._most_present > least:
-                view = self._view(*self.slots.shown(), positions, mass, seen, scaling, gapless)
+                view = self._view(*self.slots.shown(), positions, mass, seen, scaling, self.slots.full)
                 budget = least if least == largest else None
                 free_worst(self.settings, view, self.slots, min(most, positions.shape[2]), budget)
             if self.slots.room < every:

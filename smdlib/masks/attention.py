@@ -60,7 +60,7 @@ def fused_attention(
     Raises:
         ValueError: if the model needs soft-capping, sinks or a position bias.
     """
-    _refuse_eager_only(module, kwargs)
+    refuse_eager_only(module, kwargs)
     if visible is None or visible.shape[1] == 1:
         return sdpa_attention_forward(module, query, key, value, visible, dropout=dropout, scaling=scaling, **kwargs)
     heads, queries = key.shape[1], query.shape[2]
@@ -82,7 +82,8 @@ def fused_attention(
     return rearrange(output, "(b h) g q d -> b q (h g) d", h=heads), None
 
 
-def _refuse_eager_only(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def refuse_eager_only(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse, with a ``ValueError``, what a model passes on that only its own eager attention can compute."""
     foreign = [name for name in _EAGER_ONLY if kwargs.get(name) is not None]
     if foreign:
         raise ValueError(
@@ -160,8 +161,6 @@ def attention_mass(query: Tensor, key: Tensor, visible: Tensor | None, scaling: 
     grouped = rearrange(query, "b (h g) q d -> b h g q d", h=heads)
     if visible is not None:
         visible = visible.expand(-1, heads, -1, -1)
-    if queries == 1 and key.dtype == torch.float32:  # decoding: all rows and heads fit at once
-        return received_attention(grouped, key, None if visible is None else visible[:, :, None], scaling)
     mass = torch.zeros(key.shape[:3], dtype=torch.float32, device=key.device)
     # Three quarters of the layer, less the float32 copy of one head's keys, over logits and masks (7 bytes each).
     spare = key.nbytes * 3 // 2 - 4 * keys * width
@@ -230,7 +229,7 @@ def shadow_attention(
     if replay is not None:
         if cached is not None:
             raise ValueError("a recorded mask is replayed without a cache; pass either a CompressedCache or a record.")
-        key, value, visible = replay.seen(_layer_idx(module), key, value, attention_mask)
+        key, value, visible = replay.seen(layer_index(module), key, value, attention_mask)
         return inner(module, query, key, value, visible, scaling, dropout, **kwargs)
     if cached is None:
         return inner(module, query, key, value, attention_mask.dense(query.device), scaling, dropout, **kwargs)
@@ -243,12 +242,10 @@ def shadow_attention(
     positions = cached.offered_positions(padding, query.shape[2])
     if first:
         visible = attention_mask.dense(query.device)
-    elif query.shape[2] == 1:
-        visible = attention_mask.visible_to_newest(positions, padding, cached.gapless)
     else:
-        visible = attention_mask.visible(positions, padding)
+        visible = attention_mask.visible(positions, padding, cached.gapless)
     if cached.blocks is not None and inner is fused_attention:
-        _refuse_eager_only(module, kwargs)
+        refuse_eager_only(module, kwargs)
         assert visible is not None
         output, mass = block_attention(query, cached.blocks, visible, scale, dropout, cached.tracks_attention)
         cached.commit(query, positions, mass, scale)
@@ -257,7 +254,7 @@ def shadow_attention(
         key, value = cached.slots.shown()  # padded to the width of the largest head
     single = query.shape[2] == 1 and key.dtype == torch.float32 and not dropout
     if single and inner is fused_attention:
-        _refuse_eager_only(module, kwargs)
+        refuse_eager_only(module, kwargs)
         output, mass = decode_attention(query, key, value, visible, scale, cached.tracks_attention)
         cached.commit(query, positions, mass, scale)
         return output, None
@@ -282,7 +279,8 @@ def _own_eager(module: nn.Module) -> Attention:
     return own
 
 
-def _layer_idx(module: nn.Module) -> int:
+def layer_index(module: nn.Module) -> int:
+    """Return the layer that an attention module belongs to, or raise a ``ValueError``."""
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
         raise ValueError(f"{type(module).__name__} has no layer_idx, so no layer of the record belongs to it.")

@@ -17,9 +17,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from smdlib.cache.layer import cache_layer_of
 from smdlib.masks.attention import (
     REPLAY_ARGUMENT,
-    _layer_idx,
-    _refuse_eager_only,
     fused_attention,
+    layer_index,
+    refuse_eager_only,
     shadow_attention,
 )
 from smdlib.masks.limits import Limits, is_interval, narrowed
@@ -70,7 +70,7 @@ def replay_attention(
         return shadow_attention(
             module, query, key, value, attention_mask, scaling, dropout, inner=fused_attention, **kwargs
         )
-    _refuse_eager_only(module, kwargs)
+    refuse_eager_only(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return limited_attention(query, *offered, scale).transpose(1, 2).contiguous(), None
 
@@ -81,7 +81,7 @@ def _offered(
     """Keys, values and their limits in a pass that replays evictions; ``None`` for all that is left to sdpa."""
     if what is None or not isinstance(spec, MaskSpec) or not is_interval(spec) or cache_layer_of(key) is not None:
         return None
-    offered = what.limits(_layer_idx(module), key, value)
+    offered = what.limits(layer_index(module), key, value)
     if offered is None:
         return None
     key, value, limits = offered

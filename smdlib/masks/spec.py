@@ -81,24 +81,8 @@ class MaskSpec:
                 self._padding = left_padding(mask.bool())
         return self._padding.to(device)
 
-    def visible(self, positions: Tensor, padding: Tensor) -> Tensor:
-        """Evaluate the pattern at arbitrary keys.
-
-        Args:
-            positions: int64 ``[B, H, K]``, unpadded key positions, ``-1`` for no key.
-            padding: int64 ``[B]``, padded columns in front of each row.
-
-        Returns:
-            bool ``[B, H, Q, K]``.
-
-        Raises:
-            ValueError: if the model overlays a mask that cannot be evaluated key by key.
-        """
-        queries = torch.arange(self.query_length, device=positions.device)[None] + self.arguments["q_offset"]
-        return self._evaluate(queries, positions + padding[:, None, None], positions >= 0)
-
-    def visible_to_newest(self, positions: Tensor, padding: Tensor, gapless: bool) -> Tensor | None:
-        """Evaluate the pattern for one decoded token, which is newer than every key: fewer operations than `visible`.
+    def visible(self, positions: Tensor, padding: Tensor, gapless: bool = False) -> Tensor | None:
+        """Evaluate the pattern at arbitrary keys, none of them newer than the newest query.
 
         Args:
             positions: int64 ``[B, H, K]``, unpadded key positions, ``-1`` for no key.
@@ -106,14 +90,15 @@ class MaskSpec:
             gapless: Whether every position is known to be a key's.
 
         Returns:
-            bool ``[B, H, 1, K]``, or ``None`` if every key is seen.
+            bool ``[B, H, Q, K]``, or ``None`` if it is known that every key is seen.
 
         Raises:
             ValueError: if the model overlays a mask that cannot be evaluated key by key.
         """
-        if self._pattern() is not causal_mask_function:
-            return self.visible(positions, padding)
-        return None if gapless else (positions >= 0)[:, :, None]
+        if self.query_length == 1 and self._pattern() is causal_mask_function:  # a decoded token: newer than every key
+            return None if gapless else (positions >= 0)[:, :, None]
+        queries = torch.arange(self.query_length, device=positions.device)[None] + self.arguments["q_offset"]
+        return self._evaluate(queries, positions + padding[:, None, None], positions >= 0)
 
     def between(self, queries: Tensor, positions: Tensor) -> Tensor:
         """Evaluate the pattern at arbitrary queries and keys of rows without padding.
