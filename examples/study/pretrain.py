@@ -27,8 +27,6 @@ class Pretraining:
     Attributes:
         target: Share of held-out problems of the lesson that greedy decoding has to solve.
         slow_at: From this share on the rate is ``slow_rate``.
-        smoothing: Of the labels: a model that is sure of everything would explore nothing, and its large logits would
-            round the log-probs of unlikely tokens.
         batch: Problems per step.
         check_every: Steps between two looks at the held-out problems.
         max_steps: Without the target by then, it is an error.
@@ -39,7 +37,6 @@ class Pretraining:
     rate: float = 1e-3
     slow_rate: float = 2e-4
     warmup: int = 50
-    smoothing: float = 0.1
     batch: int = 32
     check_every: int = 10
     held_out: int = 256
@@ -75,7 +72,7 @@ def pretrain(
             group["lr"] = rate
         problems = lesson.problems(options.batch, generator)
         logits = _answers(model, problems).flatten(0, 1)
-        loss = cross_entropy(logits, problems.answers.flatten(), label_smoothing=options.smoothing)
+        loss = cross_entropy(logits, problems.answers.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
         optimizer.step()

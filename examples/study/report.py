@@ -187,12 +187,13 @@ evictions. In brackets the number of seeds; from fewer than {MIN_SEEDS} nothing 
         for eviction in (MAIN, SEVENTY, RANDOM):
             parts.append(accuracy(table, at(eviction, task), f"{task}, {eviction.label}: share of problems solved"))
     parts += [mismatch(table, at(task=task), f"{task}, {MAIN.label}: sampler and learner") for task in RATES]
+    parts.append(mismatch(table, at(dtype="float64"), f"chase, {MAIN.label}, in float64: sampler and learner"))
     parts += [cost(table, at(task=task), f"{task}, {MAIN.label}: cost of an update of 128 rows") for task in RATES]
     selections = [(one.label, at(one)) for one in (MAIN, RANDOM, H2O, RECENT)]
     compressions = [(f"{round(100 * (1 - one.keep))} %", at(one)) for one in (TWENTY, MAIN, SEVENTY)]
     lambdas = [("0", at(coeff=0.1))] + [(f"{coeff:g}", at(coeff=coeff)) for coeff in sorted((*LAMBDAS, 0.1))]
     rates = [(f"{rate:g}", at(rate=rate)) for rate in (RATE, HIGH_RATE)]
-    groups = [(str(group), at(group=group)) for group in (4, 8, 16)]
+    groups = [(str(group), at(group=group)) for group in (8, 16)]
     steps = [("after the prompt", at()), ("and after every token", at(STEPS))]
     parts += [
         factor(table, "chase: selection", "selection", few, selections),

@@ -66,6 +66,7 @@ def run(
     path = checkpoint(folder, task, shape, setting.seed % scale.initialisations, pretraining)
     model = make_model(task, shape, 0)
     model.load_state_dict(torch.load(path, weights_only=True))
+    model.to(getattr(torch, setting.dtype))
     adapter, tokenizer = MaskedAttentionAdapter(model), make_tokenizer(task)
     history: list[dict[str, float]] = []
     # The arm "start" is the checkpoint itself.

@@ -52,21 +52,24 @@ class Setting:
         coeff: Weight lambda of the KL, for arms that have one.
         group: Samples per prompt.
         seed: Of the run; the initialisation is ``seed`` modulo the number of initialisations.
+        dtype: Of the weights and of all that is computed from them.
     """
 
     arm: str
     task: str = "chase"
     eviction: Eviction = Eviction()
-    rate: float = 2e-4
+    rate: float = 1e-4
     coeff: float = 0.1
     group: int = 8
     seed: int = 0
+    dtype: str = "float32"
 
     @property
     def cell(self) -> str:
         """All but the seed, as one readable line."""
         return (
             f"{self.task} {self.eviction.label} {self.arm} rate={self.rate:g} lambda={self.coeff:g} group={self.group}"
+            + (f" {self.dtype}" if self.dtype != "float32" else "")
         )
 
     @property

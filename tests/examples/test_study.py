@@ -214,7 +214,7 @@ def test_the_grid_names_every_run_once_and_pairs_its_arms():
     seeds: dict[str, set[int]] = {}
     for job in grid.jobs:
         seeds.setdefault(job.setting.cell, set()).add(job.setting.seed)
-    assert all(len(found) in (3, 5, 16) for found in seeds.values())
+    assert all(len(found) in (1, 3, 5, 16) for found in seeds.values())
     assert {job.setting.arm for job in grid.jobs} == {*ARMS, "start"}
     assert {job.setting.arm for job in quick_grid().jobs} == {*ARMS, "start"}
     assert set(ELSEWHERE) == set(TASKS)
