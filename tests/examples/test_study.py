@@ -380,3 +380,19 @@ def test_processes_are_told_to_use_one_thread(monkeypatch):
     with work._pool(1) as pool:
         assert pool.submit(torch.get_num_threads).result() == 1
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_run_of_the_language_model_is_shortened_to_a_record():
+    from examples.study.language import Size, language_table, record
+
+    rows = [{"update": 0.0, "eval_dense": 0.25, "eval_sparse": 0.5}]
+    costs = {"seconds": 3.0, "rollout_seconds": 1.0, "kv_bytes": 2e6}
+    for update in range(1, 21):
+        figures = {"reward": update / 20, "grad_norm": 1.0, "kl_approx_k3": 0.5, "max_mismatch": update * 1e-6}
+        rows.append({"update": float(update), **figures, **costs})
+    rows[-1] |= {"eval_dense": 0.75, "eval_sparse": 1.0}
+    made = [record("smd", seed, Size(), rows) for seed in range(2)]
+    assert made[0]["before"] == {"dense": 0.25, "sparse": 0.5} and made[0]["after"] == {"dense": 0.75, "sparse": 1.0}
+    assert made[0]["curve"]["reward"] == [0.275, 0.775] and made[0]["worst"]["max_mismatch"] == 2e-5
+    text = language_table(made)
+    assert "0.75 (0.75, 0.75)" in text and "2e-05" in text and "- 0.25\n     - 0.50" in text
