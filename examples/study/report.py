@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .arms import ARMS
-from .claims import MARGIN, MIN_SEEDS, Finding, findings, paper_claims, verdict
+from .claims import EVALUATIONS, MARGIN, MIN_SEEDS, Finding, findings, paper_claims, verdict
 from .grid import H2O, HIGH_RATE, LAMBDAS, MAIN, RANDOM, RATE, RATES, RECENT, SEVENTY, STEPS, TWENTY
 from .setting import Eviction, Setting
 from .statistics import bootstrap, paired, short
@@ -149,6 +149,22 @@ def factor(table: Table, title: str, name: str, arms: Sequence[str], levels: Seq
     return list_table(title, [name, "evaluated with", *arms], rows)
 
 
+def weights(table: Table, at: Setting, title: str) -> str:
+    """Accuracy of SMD at each lambda, and the difference to lambda 0, paired by seed."""
+    zero = at.but(arm="smd_track1", coeff=0.1)
+    others = [(f"{coeff:g}", at.but(arm="smd", coeff=coeff)) for coeff in sorted((*LAMBDAS, 0.1))]
+    rows = []
+    for label, one in [("0", zero), *others]:
+        solved = [table.values(one, evaluation) for evaluation in EVALUATIONS]
+        gaps = [
+            difference_cell(values, table.values(zero, name)) for values, name in zip(solved, EVALUATIONS, strict=True)
+        ]
+        if any(solved):
+            rows.append([label, *map(mean_cell, solved), *([NONE, NONE] if one is zero else gaps)])
+    header = ["lambda", "every key", "evicting", "every key, against 0", "evicting, against 0"]
+    return list_table(title, header, rows)
+
+
 def tuned(table: Table, at: Setting, title: str) -> str:
     """Each arm at the better of the two learning rates: chosen by the first five seeds, alike for all arms."""
 
@@ -191,15 +207,13 @@ evictions. In brackets the number of seeds; from fewer than {MIN_SEEDS} nothing 
     parts += [cost(table, at(task=task), f"{task}, {MAIN.label}: cost of an update of 128 rows") for task in RATES]
     selections = [(one.label, at(one)) for one in (MAIN, RANDOM, H2O, RECENT)]
     compressions = [(f"{round(100 * (1 - one.keep))} %", at(one)) for one in (TWENTY, MAIN, SEVENTY)]
-    lambdas = [("0", at(coeff=0.1))] + [(f"{coeff:g}", at(coeff=coeff)) for coeff in sorted((*LAMBDAS, 0.1))]
     rates = [(f"{rate:g}", at(rate=rate)) for rate in (RATE, HIGH_RATE)]
     groups = [(str(group), at(group=group)) for group in (8, 16)]
     steps = [("after the prompt", at()), ("and after every token", at(STEPS))]
     parts += [
         factor(table, "chase: selection", "selection", few, selections),
         factor(table, "chase: compression", "compression", few, compressions),
-        factor(table, "chase: lambda 0, which is Track 1 alone", "lambda", ["smd_track1"], lambdas[:1]),
-        factor(table, "chase: lambda of SMD", "lambda", ["smd"], lambdas[1:]),
+        weights(table, at(), "chase: lambda of SMD, against 0, which is Track 1 alone"),
         factor(table, "chase: learning rate", "rate", [*ARMS], rates),
         tuned(table, at(), "chase: each arm at its better learning rate"),
         factor(table, "chase: group size, 128 rows per update", "group", ("dense", "smd"), groups),
