@@ -19,13 +19,12 @@ RATE, HIGH_RATE = RATES["chase"], 3e-4
 LAMBDAS = (0.03, 0.3, 0.8)  # 0 is smd_track1, 0.1 is smd
 
 EVERY = ("dense", "smd", "naive", "sparse_rl", "tis", "smd_track1", "track2", "dense_kl", "naive_sampler")
-FEW = ("smd", "naive", "sparse_rl")
 PAIR = ("smd", "naive")
-FIVE = (*FEW, "tis", "smd_track1")
+NAIVE = (*PAIR, "naive_sampler")
+FEW = (*NAIVE, "sparse_rl")
+TRACKS = (*FEW, "smd_track1", "track2")
 # A difference of .03 is claimed of these, for which five seeds are too few.
-CLOSE = ("dense", "smd", "naive", "sparse_rl")
-ALSO_CLOSE = ("smd_track1", "dense_kl")
-SEVEN = (*CLOSE, *ALSO_CLOSE, "track2")
+CLOSE = ("dense", *TRACKS, "dense_kl")
 # Arms that sample dense have no eviction of their own: their first five seeds are evaluated under all of a task's.
 ELSEWHERE = {
     "chase": (SEVENTY, TWENTY, RANDOM, H2O, RECENT, STEPS),
@@ -75,15 +74,14 @@ def full_grid() -> Grid:
         _elsewhere(_jobs(["start"], range(3), "chase", MAIN, rate=0.0)),
         _elsewhere(_jobs(["start"], range(3), "ledger", MAIN, rate=0.0)),
         _elsewhere(_jobs(EVERY, five, "chase", MAIN, rate=RATE)),
-        _jobs(FIVE, five, "chase", SEVENTY, rate=RATE),
+        _jobs((*TRACKS, "tis"), five, "chase", SEVENTY, rate=RATE),
         _jobs(CLOSE, more, "chase", MAIN, rate=RATE),
-        _elsewhere(_jobs(SEVEN, five, "ledger", MAIN, rate=rate)),
-        _jobs((*FEW, "smd_track1"), five, "chase", RANDOM, rate=RATE),
-        _jobs(ALSO_CLOSE, more, "chase", MAIN, rate=RATE),
+        _elsewhere(_jobs(CLOSE, five, "ledger", MAIN, rate=rate)),
+        _jobs(TRACKS, five, "chase", RANDOM, rate=RATE),
         *(_jobs(["smd"], five, "chase", MAIN, rate=RATE, coeff=coeff) for coeff in LAMBDAS),
-        _jobs(SEVEN, five, "chase", MAIN, rate=HIGH_RATE),
+        _jobs(("dense", *FEW, "dense_kl"), five, "chase", MAIN, rate=HIGH_RATE),
         _jobs(FEW, five, "ledger", SEVENTY, rate=rate),
-        _jobs(FEW, five, "chase", TWENTY, rate=RATE),
+        _jobs(NAIVE, five, "chase", TWENTY, rate=RATE),
         *(_jobs(PAIR, five, "chase", eviction, rate=RATE) for eviction in (H2O, RECENT, STEPS)),
         _jobs(("dense", "smd"), five, "chase", MAIN, rate=RATE, group=16),
         # What is left of the replay's gap when rounding is as good as gone.
