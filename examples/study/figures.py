@@ -57,6 +57,9 @@ def _arms(table: Table) -> Any:
     places = [Setting("", task, one, rate) for task, rate in RATES.items() for one in (MAIN, RANDOM, SEVENTY)]
     figure, grid = plt.subplots(2, 3, figsize=(13, 7), constrained_layout=True, sharey=True)
     for axis, at in zip(grid.flat, places, strict=True):
+        if not table.runs(at.but(arm="smd")):
+            axis.set_axis_off()
+            continue
         for offset, evaluation, marker in ((0.12, "dense", "o"), (-0.12, "sparse", "s")):
             for row, arm in enumerate(reversed(ARMS)):
                 values = table.values(at.but(arm=arm), evaluation)

@@ -191,7 +191,7 @@ def tables(table: Table) -> str:
     def at(eviction: Eviction = MAIN, task: str = "chase", **fields: Any) -> Setting:
         return Setting("", task, eviction, RATES[task]).but(**fields)
 
-    few = ("smd", "naive", "sparse_rl", "dense")
+    few = ("smd", "naive", "naive_sampler", "sparse_rl", "dense")
     parts = [
         list_table("The paper's claims", ["claim", "verdict", "differences"], claim_rows(table), "30 12 58"),
         f"""``+``: holds there, ``x``: the opposite does, ``o``: undecided. *Better*: the whole 95 % interval of the
@@ -203,6 +203,7 @@ evictions. In brackets the number of seeds; from fewer than {MIN_SEEDS} nothing 
         for eviction in (MAIN, SEVENTY, RANDOM):
             parts.append(accuracy(table, at(eviction, task), f"{task}, {eviction.label}: share of problems solved"))
     parts += [mismatch(table, at(task=task), f"{task}, {MAIN.label}: sampler and learner") for task in RATES]
+    parts.append(mismatch(table, at(TWENTY), f"chase, {TWENTY.label}: sampler and learner"))
     parts.append(mismatch(table, at(dtype="float64"), f"chase, {MAIN.label}, in float64: sampler and learner"))
     parts += [cost(table, at(task=task), f"{task}, {MAIN.label}: cost of an update of 128 rows") for task in RATES]
     selections = [(one.label, at(one)) for one in (MAIN, RANDOM, H2O, RECENT)]
