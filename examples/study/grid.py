@@ -16,6 +16,7 @@ H2O, RECENT, STEPS = Eviction("h2o", 0.5), Eviction("recent", 0.5), Eviction("sn
 # What the dense arm learned most at in a pilot of one seed; the high one shows who stands a rate chosen badly.
 RATES = {"chase": 1e-4, "ledger": 5e-5}
 RATE, HIGH_RATE = RATES["chase"], 3e-4
+LONG = 3  # times the updates: does the order stay?
 LAMBDAS = (0.03, 0.3, 0.8)  # 0 is smd_track1, 0.1 is smd
 
 EVERY = ("dense", "smd", "naive", "sparse_rl", "tis", "smd_track1", "track2", "dense_kl", "naive_sampler")
@@ -76,6 +77,7 @@ def full_grid() -> Grid:
         _elsewhere(_jobs(EVERY, five, "chase", MAIN, rate=RATE)),
         _jobs((*TRACKS, "tis"), five, "chase", SEVENTY, rate=RATE),
         _jobs(CLOSE, more, "chase", MAIN, rate=RATE),
+        _jobs(("dense", *PAIR), five, "chase", MAIN, rate=RATE, length=LONG),
         _elsewhere(_jobs(CLOSE, five, "ledger", MAIN, rate=rate)),
         _jobs(TRACKS, five, "chase", RANDOM, rate=RATE),
         *(_jobs(["smd"], five, "chase", MAIN, rate=RATE, coeff=coeff) for coeff in LAMBDAS),

@@ -7,8 +7,8 @@ from typing import Any
 
 from .arms import ARMS
 from .claims import EVALUATIONS, MARGIN, MIN_SEEDS, Finding, findings, paper_claims, verdict
-from .grid import H2O, HIGH_RATE, LAMBDAS, MAIN, RANDOM, RATE, RATES, RECENT, SEVENTY, STEPS, TWENTY
-from .setting import Eviction, Setting
+from .grid import H2O, HIGH_RATE, LAMBDAS, LONG, MAIN, RANDOM, RATE, RATES, RECENT, SEVENTY, STEPS, TWENTY
+from .setting import Eviction, Scale, Setting
 from .statistics import bootstrap, paired, short
 from .table import Table
 
@@ -63,12 +63,14 @@ def accuracy(table: Table, at: Setting, title: str) -> str:
             NONE if one.arm == name else difference_cell(solved, other)
             for name, other in (("dense", dense), ("naive", naive))
         ]
-        rows.append([one.arm, mean_cell(solved), mean_cell(table.values(one, "sparse")), *gap])
+        sampled = table.figure(one, _point("reward"))
+        rows.append([one.arm, mean_cell(solved), mean_cell(table.values(one, "sparse")), *gap, mean_cell(sampled)])
     start = at.but(arm="start", rate=0.0)
     before = [mean_cell(table.values(start, evaluation)) for evaluation in ("dense", "sparse")]
     if rows:
-        rows.insert(0, ["before", *before, NONE, NONE])
-    header = ["arm", "every key", "evicting", "every key, against dense", "every key, against naive"]
+        rows.insert(0, ["before", *before, NONE, NONE, NONE])
+    gaps = ["every key, against dense", "every key, against naive"]
+    header = ["arm", "every key", "evicting", *gaps, "reward of the samples, last 10 updates"]
     return list_table(title, header, rows)
 
 
@@ -210,12 +212,14 @@ evictions. In brackets the number of seeds; from fewer than {MIN_SEEDS} nothing 
     compressions = [(f"{round(100 * (1 - one.keep))} %", at(one)) for one in (TWENTY, MAIN, SEVENTY)]
     rates = [(f"{rate:g}", at(rate=rate)) for rate in (RATE, HIGH_RATE)]
     groups = [(str(group), at(group=group)) for group in (8, 16)]
+    lengths = [(f"{Scale().updates * length}", at(length=length)) for length in (1, LONG)]
     steps = [("after the prompt", at()), ("and after every token", at(STEPS))]
     parts += [
         factor(table, "chase: selection", "selection", few, selections),
         factor(table, "chase: compression", "compression", few, compressions),
         weights(table, at(), "chase: lambda of SMD, against 0, which is Track 1 alone"),
         factor(table, "chase: learning rate", "rate", [*ARMS], rates),
+        factor(table, "chase: length of the run", "updates", few, lengths),
         tuned(table, at(), "chase: each arm at its better learning rate"),
         factor(table, "chase: group size, 128 rows per update", "group", ("dense", "smd"), groups),
         factor(table, "chase: when keys are evicted", "evicted", few[:-1], steps),

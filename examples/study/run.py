@@ -99,7 +99,7 @@ def _train(setting: Setting, scale: Scale, adapter: MaskedAttentionAdapter) -> l
     masks = torch.Generator().manual_seed(20_000 + setting.seed)
     torch.manual_seed(30_000 + setting.seed)
     history = []
-    for update in range(scale.updates):
+    for update in range(scale.updates * setting.length):
         for group in optimizer.param_groups:
             group["lr"] = setting.rate * min(1.0, (update + 1) / scale.warmup)
         wall, cpu = time.perf_counter(), time.process_time()

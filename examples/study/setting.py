@@ -53,6 +53,7 @@ class Setting:
         group: Samples per prompt.
         seed: Of the run; the initialisation is ``seed`` modulo the number of initialisations.
         dtype: Of the weights and of all that is computed from them.
+        length: Of the run, in multiples of `Scale.updates`.
     """
 
     arm: str
@@ -63,6 +64,7 @@ class Setting:
     group: int = 8
     seed: int = 0
     dtype: str = "float32"
+    length: int = 1
 
     @property
     def cell(self) -> str:
@@ -70,6 +72,7 @@ class Setting:
         return (
             f"{self.task} {self.eviction.label} {self.arm} rate={self.rate:g} lambda={self.coeff:g} group={self.group}"
             + (f" {self.dtype}" if self.dtype != "float32" else "")
+            + (f" length={self.length}" if self.length != 1 else "")
         )
 
     @property
@@ -97,7 +100,7 @@ class Scale:
     """How large every run of a grid is.
 
     Attributes:
-        updates: Optimizer steps.
+        updates: Optimizer steps of a run of length 1.
         rows: Sampled rows per update, ``rows / group`` prompts.
         warmup: Updates over which the learning rate rises.
         clip_norm: Far above the usual norms: at 1.0 it binds always, and hides that a norm grows.
