@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 
 from .arms import ARMS
 from .grid import MAIN, RANDOM, RATE, RATES, SEVENTY, TWENTY
-from .setting import Setting
+from .setting import Scale, Setting
 from .statistics import bootstrap
 from .table import Table
 
@@ -65,10 +65,16 @@ def _arms(table: Table) -> Any:
                 values = table.values(at.but(arm=arm), evaluation)
                 if values:
                     _interval(axis, values, row + offset, COLORS[arm], marker)
+        for evaluation in ("dense", "sparse"):
+            before = table.values(at.but(arm="start", rate=0.0), evaluation).values()
+            if before:
+                axis.axvline(sum(before) / len(before), color="gray", linestyle=":")
         axis.set(title=f"{at.task}, {at.eviction.label}", xlabel="share solved")
         axis.set_yticks(range(len(ARMS)), list(reversed(ARMS)))
         axis.grid(alpha=0.3)
-    figure.suptitle("Circles: greedy decoding with every key; squares: with evicted ones. Bars: 95 % intervals")
+    figure.suptitle(
+        "Circles: greedy decoding with every key; squares: with evicted ones. Bars: 95 % intervals; dotted: before"
+    )
     return figure
 
 
@@ -86,13 +92,14 @@ def _curves(table: Table, at: Setting) -> Any:
         for arm in ARMS:
             curves = [run["curve"][name] for run in table.runs(at.but(arm=arm)).values() if name in run["curve"]]
             if curves:
-                axis.plot(range(1, len(curves[0]) + 1), _mean(curves), color=COLORS[arm], label=arm)
-        axis.set(title=title, xlabel="ten updates each")
+                updates = [Scale().probe_every * (point + 1) for point in range(len(curves[0]))]
+                axis.plot(updates, _mean(curves), color=COLORS[arm], label=arm)
+        axis.set(title=title, xlabel="updates, means over ten")
         axis.grid(alpha=0.3)
-        if name != "reward":
+        if name == "kl_approx_k3":
             axis.set_yscale("log")
     if axes[0].lines:
-        axes[0].legend(fontsize=8)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=9)
     return figure
 
 
