@@ -118,8 +118,9 @@ def mismatch(table: Table, at: Setting, title: str) -> str:
         ("largest RMS gap of any update", lambda record: record["worst"].get("rms_mismatch"), worst_cell),
     ]
     rows = [
-        [one.arm, *(show(table.figure(one, read)) for _, read, show in columns)]
-        for one in settings_of(table, [*ARMS], at)
+        [arm, *(show(table.figure(at.but(arm=arm), read)) for _, read, show in columns)]
+        for arm in ARMS
+        if table.runs(at.but(arm=arm))
     ]
     return list_table(title, ["arm", *(name for name, _, _ in columns)], rows)
 
