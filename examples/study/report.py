@@ -55,6 +55,8 @@ def settings_of(table: Table, arms: Iterable[str], at: Setting) -> list[Setting]
 
 def accuracy(table: Table, at: Setting, title: str) -> str:
     """Solved problems of all arms at one setting, with the difference to the dense arm and to naive."""
+    if not table.runs(at.but(arm="smd")):
+        return ""
     dense, naive = (table.values(at.but(arm=name), "dense") for name in ("dense", "naive"))
     rows = []
     for one in settings_of(table, [*ARMS], at):
