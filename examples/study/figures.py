@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from .arms import ARMS
+from .claims import EVALUATIONS
 from .grid import MAIN, RANDOM, RATE, RATES, SEVENTY, TWENTY
 from .setting import Scale, Setting
 from .statistics import bootstrap
@@ -65,7 +66,7 @@ def _arms(table: Table) -> Any:
                 values = table.values(at.but(arm=arm), evaluation)
                 if values:
                     _interval(axis, values, row + offset, COLORS[arm], marker)
-        for evaluation in ("dense", "sparse"):
+        for evaluation in EVALUATIONS:
             before = table.values(at.but(arm="start", rate=0.0), evaluation).values()
             if before:
                 axis.axvline(sum(before) / len(before), color="gray", linestyle=":")
@@ -110,7 +111,7 @@ def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
 def _compression(table: Table) -> Any:
     """Solved problems over the share of evicted keys."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True, sharey=True)
-    for axis, evaluation, words in zip(axes, ("dense", "sparse"), ("every key", "evicting"), strict=True):
+    for axis, (evaluation, words) in zip(axes, EVALUATIONS.items(), strict=True):
         for arm in ARMS:
             points = []
             for eviction in (TWENTY, MAIN, SEVENTY):

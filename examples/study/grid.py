@@ -58,7 +58,8 @@ class Grid:
 
 
 def _jobs(arms: Iterable[str], seeds: Iterable[int], task: str, eviction: Eviction, **fields) -> list[Job]:
-    """Seed by seed, so that a grid that is stopped early has whole pairs."""
+    """At the task's rate where ``fields`` have none; seed by seed, so that a grid that is stopped has whole pairs."""
+    fields.setdefault("rate", RATES[task])
     return [Job(Setting(arm, task, eviction, seed=seed, **fields)) for seed in seeds for arm in arms]
 
 
@@ -70,24 +71,24 @@ def _elsewhere(jobs: Sequence[Job]) -> list[Job]:
 
 def full_grid() -> Grid:
     """Return the grid of the report: 16 seeds where .03 is to be told apart, 5 elsewhere."""
-    five, more, rate = range(5), range(5, 16), RATES["ledger"]
+    five, more = range(5), range(5, 16)
     blocks = [
         _elsewhere(_jobs(["start"], range(3), "chase", MAIN, rate=0.0)),
         _elsewhere(_jobs(["start"], range(3), "ledger", MAIN, rate=0.0)),
-        _elsewhere(_jobs(EVERY, five, "chase", MAIN, rate=RATE)),
-        _jobs((*TRACKS, "tis"), five, "chase", SEVENTY, rate=RATE),
-        _jobs(CLOSE, more, "chase", MAIN, rate=RATE),
-        _jobs(("dense", *PAIR), five, "chase", MAIN, rate=RATE, length=LONG),
-        _elsewhere(_jobs(CLOSE, five, "ledger", MAIN, rate=rate)),
-        _jobs(TRACKS, five, "chase", RANDOM, rate=RATE),
-        *(_jobs(["smd"], five, "chase", MAIN, rate=RATE, coeff=coeff) for coeff in LAMBDAS),
+        _elsewhere(_jobs(EVERY, five, "chase", MAIN)),
+        _jobs((*TRACKS, "tis"), five, "chase", SEVENTY),
+        _jobs(CLOSE, more, "chase", MAIN),
+        _jobs(("dense", *PAIR), five, "chase", MAIN, length=LONG),
+        _elsewhere(_jobs(CLOSE, five, "ledger", MAIN)),
+        _jobs(TRACKS, five, "chase", RANDOM),
+        *(_jobs(["smd"], five, "chase", MAIN, coeff=coeff) for coeff in LAMBDAS),
         _jobs(("dense", *FEW, "dense_kl"), five, "chase", MAIN, rate=HIGH_RATE),
-        _jobs(FEW, five, "ledger", SEVENTY, rate=rate),
-        _jobs(NAIVE, five, "chase", TWENTY, rate=RATE),
-        *(_jobs(PAIR, five, "chase", eviction, rate=RATE) for eviction in (H2O, RECENT, STEPS)),
-        _jobs(("dense", "smd"), five, "chase", MAIN, rate=RATE, group=16),
+        _jobs(FEW, five, "ledger", SEVENTY),
+        _jobs(NAIVE, five, "chase", TWENTY),
+        *(_jobs(PAIR, five, "chase", eviction) for eviction in (H2O, RECENT, STEPS)),
+        _jobs(("dense", "smd"), five, "chase", MAIN, group=16),
         # What is left of the replay's gap when rounding is as good as gone.
-        _jobs(("smd", "smd_track1"), range(1), "chase", MAIN, rate=RATE, dtype="float64"),
+        _jobs(("smd", "smd_track1"), range(1), "chase", MAIN, dtype="float64"),
     ]
     return Grid(tuple(job for block in blocks for job in block))
 
@@ -96,8 +97,8 @@ def quick_grid() -> Grid:
     """Return the same path in a few minutes: every arm twice, a small model that has hardly learned. Shows nothing."""
     jobs = [
         *_jobs(["start"], range(1), "chase", MAIN, rate=0.0),
-        *_jobs(EVERY, range(2), "chase", MAIN, rate=RATE),
-        *_jobs(("dense", "smd"), range(2), "ledger", MAIN, rate=RATES["ledger"]),
+        *_jobs(EVERY, range(2), "chase", MAIN),
+        *_jobs(("dense", "smd"), range(2), "ledger", MAIN),
     ]
     return Grid(
         tuple(Job(job.setting) for job in jobs),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -43,9 +42,7 @@ class Pretraining:
     max_steps: int = 3000
 
 
-def pretrain(
-    task: Task, shape: Shape, seed: int, options: Pretraining, note: Callable[[str], None] = lambda text: None
-) -> LlamaForCausalLM:
+def pretrain(task: Task, shape: Shape, seed: int, options: Pretraining) -> LlamaForCausalLM:
     """Train a model from the initialisation ``seed``, the same one for the same arguments.
 
     Args:
@@ -53,7 +50,6 @@ def pretrain(
         shape: Of the model.
         seed: Of the initialisation and of the problems.
         options: See `Pretraining`.
-        note: Told how it goes.
 
     Returns:
         The model, in eval mode.
@@ -82,7 +78,6 @@ def pretrain(
                 # Greedy decoding is right everywhere exactly where it is right after each right beginning.
                 right = (_answers(model, held_out).argmax(-1) == held_out.answers).all(-1)
             solved = float(right.float().mean())
-            note(f"{task.name} {seed}: step {step}, loss {loss.item():.2f}, solved {solved:.2f}")
             if solved >= options.target:
                 return model
     raise RuntimeError(f"{task.name} from initialisation {seed} solves {solved:.2f} after {options.max_steps} steps.")
@@ -94,14 +89,7 @@ def _answers(model: LlamaForCausalLM, problems: Problems) -> torch.Tensor:
     return model(input_ids=ids, logits_to_keep=problems.answers.shape[1]).logits
 
 
-def checkpoint(
-    folder: Path,
-    task: Task,
-    shape: Shape,
-    seed: int,
-    options: Pretraining,
-    note: Callable[[str], None] = lambda text: None,
-) -> Path:
+def checkpoint(folder: Path, task: Task, shape: Shape, seed: int, options: Pretraining) -> Path:
     """Return the file of the pre-trained weights; train them if it is not there.
 
     Its name has a hash of all that the weights depend on, so that other options never find it.
@@ -109,7 +97,7 @@ def checkpoint(
     what = json.dumps([type(task).__name__, vars(task.lesson), asdict(shape), seed, asdict(options)], sort_keys=True)
     path = folder / f"{task.name}-{seed}-{blake2b(what.encode(), digest_size=6).hexdigest()}.pt"
     if not path.exists():
-        model = pretrain(task, shape, seed, options, note)
+        model = pretrain(task, shape, seed, options)
         folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
         torch.save(model.state_dict(), part)

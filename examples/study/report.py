@@ -68,7 +68,7 @@ def accuracy(table: Table, at: Setting, title: str) -> str:
         sampled = table.figure(one, _point("reward"))
         rows.append([one.arm, mean_cell(solved), mean_cell(table.values(one, "sparse")), *gap, mean_cell(sampled)])
     start = at.but(arm="start", rate=0.0)
-    before = [mean_cell(table.values(start, evaluation)) for evaluation in ("dense", "sparse")]
+    before = [mean_cell(table.values(start, evaluation)) for evaluation in EVALUATIONS]
     if rows:
         rows.insert(0, ["before", *before, NONE, NONE, NONE])
     gaps = ["every key, against dense", "every key, against naive"]
@@ -147,7 +147,7 @@ def factor(table: Table, title: str, name: str, arms: Sequence[str], levels: Seq
     """Accuracy of some arms (columns) at the levels of a factor (rows): with every key, and evicting."""
     rows = []
     for label, at in levels:
-        for evaluation, words in (("dense", "every key"), ("sparse", "evicting")):
+        for evaluation, words in EVALUATIONS.items():
             cells = [mean_cell(table.values(at.but(arm=one), evaluation)) for one in arms]
             if any(cell != NONE for cell in cells):
                 rows.append([label, words, *cells])
@@ -185,7 +185,7 @@ def tuned(table: Table, at: Setting, title: str) -> str:
     rows = []
     for arm, rate in best.items():
         gap = difference_cell(solved(arm, rate, "dense"), solved("dense", best.get("dense", RATE), "dense"))
-        cells = [mean_cell(solved(arm, rate, evaluation)) for evaluation in ("dense", "sparse")]
+        cells = [mean_cell(solved(arm, rate, evaluation)) for evaluation in EVALUATIONS]
         rows.append([arm, f"{rate:g}", *cells, NONE if arm == "dense" else gap])
     return list_table(title, ["arm", "rate", "every key", "evicting", "every key, against dense"], rows)
 
