@@ -33,7 +33,8 @@ class Run:
         from .work import do_grid
 
         records = do_grid(quick_grid() if self.quick else full_grid(), self.out, self.workers)
-        code = Report(self.out / "results.jsonl", self.out / "study_tables.inc", self.out)(console)
+        report = Report(self.out / "results.jsonl", tables=self.out / "study_tables.inc", figures=self.out)
+        code = report(console)
         if not self.quick and COMMITTED.exists():
             code = max(code, _tell_differences(console, records, results.load(COMMITTED)))
         return code
