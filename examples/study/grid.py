@@ -82,7 +82,7 @@ def full_grid() -> Grid:
         _elsewhere(_jobs(CLOSE, five, "ledger", MAIN)),
         _jobs(TRACKS, five, "chase", RANDOM),
         *(_jobs(["smd"], five, "chase", MAIN, coeff=coeff) for coeff in LAMBDAS),
-        _jobs(("dense", *FEW, "dense_kl"), five, "chase", MAIN, rate=HIGH_RATE),
+        _jobs(EVERY, five, "chase", MAIN, rate=HIGH_RATE),
         _jobs(FEW, five, "ledger", SEVENTY),
         _jobs(NAIVE, five, "chase", TWENTY),
         *(_jobs(PAIR, five, "chase", eviction) for eviction in (H2O, RECENT, STEPS)),
