@@ -55,14 +55,21 @@ def do_runs(out: Path, size: Size, seeds: Iterable[int], workers: int) -> list[d
 
     Raises:
         subprocess.CalledProcessError: if a run fails; its output is in ``log.txt`` in its folder.
+        RuntimeError: if a run was interrupted; what it has done is kept.
     """
     path = out / "results.jsonl"
     done = {record["key"] for record in results.load(path)}
     missing = [(arm, seed) for seed in seeds for arm in ARMS if _key(arm, seed) not in done]
+
+    def folder(arm: str, seed: int) -> Path:
+        return out / f"{arm}_{seed}"
+
     with ThreadPoolExecutor(workers) as pool:
-        runs = [pool.submit(_do, out, size, arm, seed) for arm, seed in missing]
+        runs = {pool.submit(_do, folder(arm, seed), size, arm, seed): folder(arm, seed) for arm, seed in missing}
         for finished in track(as_completed(runs), "runs", total=len(runs)):
             results.append(path, finished.result())
+            # Gigabytes that only an unfinished run needs.
+            shutil.rmtree(runs[finished] / "checkpoints")
     return results.load(path)
 
 
@@ -70,9 +77,8 @@ def _key(arm: str, seed: int) -> str:
     return f"register {arm} seed={seed}"
 
 
-def _do(out: Path, size: Size, arm: str, seed: int) -> dict[str, Any]:
+def _do(folder: Path, size: Size, arm: str, seed: int) -> dict[str, Any]:
     """Run the script in a process of its own; return the run's record."""
-    folder = out / f"{arm}_{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     options = {
         "arm": arm,
@@ -84,14 +90,27 @@ def _do(out: Path, size: Size, arm: str, seed: int) -> dict[str, Any]:
         "max-new-tokens": 14,
         "out": folder,
     }
-    command = [sys.executable, str(SCRIPT), "--resume", "--no-checkpoint-activations"]
+    command = [sys.executable, str(SCRIPT), "--no-checkpoint-activations"]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    with (folder / "log.txt").open("ab") as log:
-        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, check=True)
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
-    shutil.rmtree(folder / "checkpoints")
+    if any((folder / "checkpoints").glob("step-*.json")):
+        command.append("--resume")
+    # One that was stopped after its last update only lacks its record.
+    if len(_metrics(folder)) <= size.updates:
+        with (folder / "log.txt").open("ab") as log:
+            subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, check=True)
+    rows = _metrics(folder)
+    if len(rows) <= size.updates:
+        raise RuntimeError(f"{folder} was stopped after {len(rows) - 1} updates of {size.updates}; run this again.")
     return record(arm, seed, size, rows)
+
+
+def _metrics(folder: Path) -> list[dict[str, float]]:
+    """The rows of a run's table so far, the one from before training first."""
+    path = folder / "metrics.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
 
 
 def record(arm: str, seed: int, size: Size, rows: list[dict[str, float]]) -> dict[str, Any]:
