@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 
 from smdlib import DenseToSparseKL, GRPOLoss, MaskedAttentionAdapter, SMDLoss
-from smdlib.losses import CorrectionValue, SparseRLCorrection, TruncatedIS
+from smdlib.losses import SparseRLCorrection, TruncatedIS, Unweighted
 
 from .random_mask import add_random_masks
 from .setting import Eviction
@@ -58,15 +57,6 @@ def arm(name: str, **fields: Any) -> Callable[[Build], Build]:
     return register
 
 
-@dataclass(frozen=True)
-class Unweighted:
-    """The correction that corrects nothing: ratios are to the dense policy, as if it had sampled."""
-
-    def __call__(self, log_ratio: Tensor, lengths: Tensor) -> CorrectionValue:
-        """Weigh every token by 1."""
-        return CorrectionValue(torch.ones_like(log_ratio), torch.ones_like(log_ratio, dtype=torch.bool))
-
-
 @arm("dense", sparse=False)
 def dense(actor: MaskedAttentionAdapter, coeff: float) -> GRPOLoss:
     """Every key while sampling and learning."""
@@ -87,7 +77,7 @@ def naive(actor: MaskedAttentionAdapter, coeff: float) -> GRPOLoss:
 
 @arm("naive_sampler")
 def naive_sampler(actor: MaskedAttentionAdapter, coeff: float) -> GRPOLoss:
-    """As naive, but the denominator is the sampler's own probability, and the ratio is clipped around 1."""
+    """As naive, but the denominator is the sampler's own probability; PPO's clip leaves large ratios of bad samples."""
     return GRPOLoss(actor, dense=True)
 
 

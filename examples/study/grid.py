@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from .model import Shape
 from .pretrain import Pretraining
@@ -51,6 +52,11 @@ class Grid:
     pretraining: Pretraining = field(default_factory=Pretraining)
 
     @property
+    def size(self) -> dict[str, Any]:
+        """All that runs depend on beside their setting, as plain values."""
+        return {name: asdict(getattr(self, name)) for name in ("scale", "shape", "pretraining")}
+
+    @property
     def checkpoints(self) -> list[tuple[str, int]]:
         """Tasks and initialisations that are needed, in order."""
         pairs = ((job.setting.task, job.setting.seed % self.scale.initialisations) for job in self.jobs)
@@ -79,8 +85,8 @@ def full_grid() -> Grid:
         _jobs((*TRACKS, "tis"), five, "chase", SEVENTY),
         _jobs(CLOSE, more, "chase", MAIN),
         _jobs(("dense", *PAIR), five, "chase", MAIN, length=LONG),
-        _elsewhere(_jobs(CLOSE, five, "ledger", MAIN)),
-        _jobs(TRACKS, five, "chase", RANDOM),
+        _elsewhere(_jobs(EVERY, five, "ledger", MAIN)),
+        _jobs((*TRACKS, "tis"), five, "chase", RANDOM),
         *(_jobs(["smd"], five, "chase", MAIN, coeff=coeff) for coeff in LAMBDAS),
         _jobs(EVERY, five, "chase", MAIN, rate=HIGH_RATE),
         _jobs(FEW, five, "ledger", SEVENTY),
@@ -104,7 +110,8 @@ def quick_grid() -> Grid:
         tuple(Job(job.setting) for job in jobs),
         Scale(updates=2, rows=16, probe_every=1, eval_prompts=16, eval_batch=16, initialisations=1),
         Shape(hidden=32, feed_forward=48, layers=2),
-        Pretraining(target=0.0, max_steps=10, held_out=16, batch=8),
+        # Enough that some answers are right and others are not, so that there is something to learn from.
+        Pretraining(target=0.0, check_every=200, max_steps=200, held_out=16, batch=8),
     )
 
 

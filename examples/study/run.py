@@ -24,6 +24,8 @@ from .tasks import Task
 
 TASKS: dict[str, Task] = {"chase": PointerChase(), "ledger": Ledger()}
 HELD_OUT_SEED = 2**40
+START = "start"
+"""The arm that does nothing: the checkpoint itself."""
 # Of a mean over ten updates: the mean or the largest.
 CURVE = {
     "reward": "mean",
@@ -61,18 +63,19 @@ def run(
 
     Returns:
         Setting, accuracies, a curve, extremes and costs; see `study.results`.
+
+    Raises:
+        ValueError: for a task or an arm that there is not, a negative seed, or an arm that makes no loss.
     """
-    task, arm = TASKS[setting.task], ARMS.get(setting.arm)
+    _check(setting)
+    task = TASKS[setting.task]
     path = checkpoint(folder, task, shape, setting.seed % scale.initialisations, pretraining)
     model = make_model(task, shape, 0)
     model.load_state_dict(torch.load(path, weights_only=True))
     model.to(getattr(torch, setting.dtype))
     adapter, tokenizer = MaskedAttentionAdapter(model), make_tokenizer(task)
     history: list[dict[str, float]] = []
-    # The arm "start" is the checkpoint itself.
-    if setting.arm != "start":
-        if arm is None:
-            raise ValueError(f"no arm {setting.arm!r}; there are {sorted(ARMS)}.")
+    if setting.arm != START:
         history = _train(setting, scale, adapter)
     held_out = task.problems(scale.eval_prompts, torch.Generator().manual_seed(HELD_OUT_SEED))
     evictions = {"dense": None, "sparse": setting.eviction} | {one.label: one for one in also}
@@ -89,10 +92,22 @@ def run(
     }
 
 
+def _check(setting: Setting) -> None:
+    """Refuse before minutes of pre-training what could not be run."""
+    if setting.task not in TASKS:
+        raise ValueError(f"no task {setting.task!r}; there are {sorted(TASKS)}.")
+    if setting.arm != START and setting.arm not in ARMS:
+        raise ValueError(f"no arm {setting.arm!r}; there are {sorted(ARMS)}.")
+    if setting.seed < 0:
+        raise ValueError(f"the seed is {setting.seed}; expected 0 or more.")
+
+
 def _train(setting: Setting, scale: Scale, adapter: MaskedAttentionAdapter) -> list[dict[str, float]]:
     """Take all updates; return the figures of each."""
     task, arm = TASKS[setting.task], ARMS[setting.arm]
     model, tokenizer, loss_module = adapter.model, make_tokenizer(task), arm.build(adapter, setting.coeff)
+    if not callable(loss_module):
+        raise ValueError(f"arm {setting.arm!r} made {loss_module!r}; its function has to return a loss.")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
     # Prompts of their own generator: arms of one seed see the same ones, however much they draw.
     prompts = torch.Generator().manual_seed(10_000 + setting.seed)
@@ -128,6 +143,8 @@ def _step(batch: TensorDict, adapter: Any, loss_module: Any, optimizer: Any, cli
     output = loss_module(batch)
     reported = {name: value for name, value in output.items() if value is not None}
     losses = [value for name, value in reported.items() if name.startswith("loss_")]
+    if not losses:
+        raise ValueError(f"the arm's loss returned {sorted(reported)}; expected at least one entry named 'loss_...'.")
     torch.stack(losses).sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(adapter.parameters(), clip_norm, foreach=False)
     optimizer.step()

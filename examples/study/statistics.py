@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
-RESAMPLES = 10_000
+RESAMPLES = 20_000
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,18 @@ class Estimate:
 
 
 def bootstrap(values: Sequence[float], resamples: int = RESAMPLES) -> Estimate:
-    """Percentile bootstrap of the mean; the same numbers for the same values.
+    """Bootstrap of the mean with expanded percentiles; the same numbers for the same values.
+
+    The 2.5th and 97.5th percentile of resampled means are too narrow for few values: of five they hold the true mean in
+    five of six cases. So percentiles further out are taken, as far as Student's t interval is wider than the normal
+    one without the correction for small samples (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
 
     Args:
         values: One per seed.
         resamples: Draws with replacement.
 
     Returns:
-        Mean, and the 2.5th and 97.5th percentile of the resampled means; of a single value, the value itself.
+        Mean and the ends of its 95 % interval; of a single value, the value itself.
 
     Raises:
         ValueError: without values.
@@ -43,10 +48,11 @@ def bootstrap(values: Sequence[float], resamples: int = RESAMPLES) -> Estimate:
     """
     if not len(values):
         raise ValueError("no values to take a mean of.")
-    array = np.asarray(values, dtype=np.float64)
-    picks = np.random.default_rng(0).integers(len(array), size=(resamples, len(array)))
-    low, high = np.percentile(array[picks].mean(1), (2.5, 97.5))
-    return Estimate(float(array.mean()), float(low), float(high), len(array))
+    array, count = np.asarray(values, dtype=np.float64), len(values)
+    picks = np.random.default_rng(0).integers(count, size=(resamples, count))
+    share = stats.norm.cdf(stats.t.ppf(0.025, count - 1) * np.sqrt(count / (count - 1))) if count > 1 else 0.5
+    low, high = np.quantile(array[picks].mean(1), (share, 1 - share))
+    return Estimate(float(array.mean()), float(low), float(high), count)
 
 
 def paired(one: Mapping[int, float], other: Mapping[int, float], resamples: int = RESAMPLES) -> Estimate:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -23,6 +25,8 @@ def begin_worker() -> None:
     if parent is not None:
         # A pool whose owner was killed would wait for work for ever.
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    # Of an interrupt its owner tells.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     one_thread()
 
 
@@ -62,9 +66,16 @@ def do_grid(grid: Grid, out: Path, workers: int) -> list[dict[str, Any]]:
 
     Returns:
         The records of the grid's jobs, in the grid's order.
+
+    Raises:
+        ValueError: for less than one worker, or a folder with runs of another size.
+        RuntimeError: if runs failed; the others are done.
     """
     check_unique(grid.jobs)
+    if workers < 1:
+        raise ValueError(f"workers is {workers}; runs need at least 1 process.")
     path, folder = out / "results.jsonl", out / "checkpoints"
+    _claim(out, grid.size)
     done = {record["key"] for record in results.load(path)}
     missing = [job for job in grid.jobs if job.setting.key not in done]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
@@ -77,6 +88,15 @@ def do_grid(grid: Grid, out: Path, workers: int) -> list[dict[str, Any]]:
                 results.append(path, record)
     found = {record["key"]: record for record in results.load(path)}
     return [found[job.setting.key] for job in grid.jobs]
+
+
+def _claim(out: Path, size: dict[str, Any]) -> None:
+    """Note the size of the folder's runs; refuse a folder with runs of another size, whose settings have the same names."""
+    note, text = out / "size.json", json.dumps(size, indent=1)
+    if note.exists() and json.loads(note.read_text(encoding="utf-8")) != size:
+        raise ValueError(f"{out} has runs of another size ({note}); give another folder with --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    note.write_text(text, encoding="utf-8")
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
@@ -102,6 +122,5 @@ def _each(pool: ProcessPoolExecutor, do: Callable, items: list, progress: Progre
         for future in waiting:
             future.cancel()
     if failed:
-        raise RuntimeError(f"{len(failed)} of {len(items)} {what} failed, the first was {failed[0][0]}") from failed[0][
-            1
-        ]
+        item, error = failed[0]
+        raise RuntimeError(f"{len(failed)} of {len(items)} {what} failed, the first was {item}: {error}") from error

@@ -3,7 +3,7 @@
 from smdlib.losses.advantage import group_advantage
 from smdlib.losses.aggregate import Aggregation, ConstantMean, SequenceMean, TokenMean
 from smdlib.losses.base import TokenLoss
-from smdlib.losses.corrections import Correction, CorrectionValue, MaskedIS, SparseRLCorrection, TruncatedIS
+from smdlib.losses.corrections import Correction, CorrectionValue, MaskedIS, SparseRLCorrection, TruncatedIS, Unweighted
 from smdlib.losses.distill import DenseToSparseKL, DenseToSparseKLOutput
 from smdlib.losses.dpo import OnlineDPOLoss, OnlineDPOLossOutput
 from smdlib.losses.fused_head import HeadTransform
@@ -45,6 +45,7 @@ __all__ = [
     "TokenRatio",
     "TokenScores",
     "TruncatedIS",
+    "Unweighted",
     "acceptance",
     "cispo",
     "dapo",

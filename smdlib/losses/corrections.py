@@ -49,6 +49,25 @@ def _check_level(level: str) -> None:
 
 
 @dataclass(frozen=True)
+class Unweighted:
+    """Every token weighs 1, however unlikely the dense policy finds it: no correction.
+
+    Given as ``correction=``, it makes the dense policy from before the update (``old_log_prob``) the denominator of the
+    ratio, as in trainers that score the samples anew and forget who sampled them. Without a correction at all
+    the denominator is the sampler.
+
+    Example:
+        >>> Unweighted()(torch.tensor([0.0, 1.0]), torch.tensor([2])).weights
+        tensor([1., 1.])
+    """
+
+    def __call__(self, log_ratio: Tensor, lengths: Tensor) -> CorrectionValue:
+        """Weigh the tokens of the ratios ``[N]`` alike; every token is kept."""
+        weights = torch.ones_like(log_ratio)
+        return CorrectionValue(weights, weights.bool())
+
+
+@dataclass(frozen=True)
 class TruncatedIS:
     """``min(pi_dense_old / pi_sparse, cap)`` as a weight (truncated importance sampling).
 

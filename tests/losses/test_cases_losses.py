@@ -21,6 +21,7 @@ from smdlib.losses import (
     SparseRLCorrection,
     TokenMean,
     TruncatedIS,
+    Unweighted,
     linear_scores,
 )
 from smdlib.losses.linear import TokenScores
@@ -33,7 +34,7 @@ AGGREGATIONS = {"token": TokenMean(), "sequence": SequenceMean(), "constant": Co
 EACH_AGGREGATION = pytest.mark.parametrize("aggregation", AGGREGATIONS.values(), ids=AGGREGATIONS)
 SURROGATES = {"clip": ClippedSurrogate(), "dual": ClippedSurrogate(dual=3.0), "cispo": CISPOSurrogate()}
 EACH_SURROGATE = pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
-CORRECTIONS = [TruncatedIS(), TruncatedIS(level="sequence"), MaskedIS(), MaskedIS(level="sequence"),
+CORRECTIONS = [Unweighted(), TruncatedIS(), TruncatedIS(level="sequence"), MaskedIS(), MaskedIS(level="sequence"),
                SparseRLCorrection()]  # fmt: skip
 
 

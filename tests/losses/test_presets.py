@@ -21,6 +21,7 @@ from smdlib.losses import (
     MaskedIS,
     SparseRLCorrection,
     TruncatedIS,
+    Unweighted,
     cispo,
     dapo,
     dr_grpo,
@@ -176,6 +177,7 @@ def sparse_rl(low, cap, drop_below):
 
 
 CORRECTIONS = {
+    "unweighted": (Unweighted(), lambda ratios: [1.0] * len(ratios)),
     "truncated token": (TruncatedIS(1.2), truncated(1.2)),
     "truncated sequence": (TruncatedIS(0.9, "sequence"), sequence_wise(truncated(0.9))),
     "masked token": (MaskedIS(0.6, 1.4), masked(0.6, 1.4)),
@@ -205,8 +207,8 @@ def test_correction_equals_its_rule(kind, drift, side):
     assert_same(adapter, output.loss_objective, plain("grpo", expected), rtol=1e-6)
     rejected = sum(weight == 0 for weight in weights) / len(weights)
     assert float(output.rejected_fraction) == pytest.approx(rejected)
-    assert ("truncated" in kind) == (rejected == 0) and rejected < 1
-    assert len(set(weights)) > 1
+    assert (kind.split()[0] in ("truncated", "unweighted")) == (rejected == 0) and rejected < 1
+    assert (len(set(weights)) > 1) == (kind != "unweighted")
 
 
 @pytest.mark.parametrize("kind", ["truncated token", "masked sequence", "sparse-rl"])
