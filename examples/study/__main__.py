@@ -6,13 +6,16 @@ import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
+from rich.table import Table as Rows
 
 from . import results
 
 ROOT = Path(__file__).resolve().parents[2]
+RUNS = ROOT / "runs" / "study"
 COMMITTED = ROOT / "docs" / "runs" / "study.jsonl"
 LANGUAGE = COMMITTED.with_name("study_smollm2.jsonl")
 
@@ -21,7 +24,8 @@ LANGUAGE = COMMITTED.with_name("study_smollm2.jsonl")
 class Run:
     """Do all runs that are missing, then write the tables and figures of what there is into the folder."""
 
-    out: Path = ROOT / "runs" / "study"
+    out: Path | None = None
+    """Folder; by default ``runs/study``, of the quick runs ``runs/study_quick``."""
     quick: bool = False
     """Every arm for two updates of a small model: whether it all works, in a few minutes."""
     workers: int = 2
@@ -32,12 +36,15 @@ class Run:
         from .grid import full_grid, quick_grid
         from .work import do_grid
 
-        records = do_grid(quick_grid() if self.quick else full_grid(), self.out, self.workers)
-        report = Report(self.out / "results.jsonl", tables=self.out / "study_tables.inc", figures=self.out)
-        code = report(console)
-        if not self.quick and COMMITTED.exists():
-            code = max(code, _tell_differences(console, records, results.load(COMMITTED)))
-        return code
+        grid, out = (quick_grid(), RUNS.with_name("study_quick")) if self.quick else (full_grid(), RUNS)
+        out = self.out or out
+        records = do_grid(grid, out, self.workers)
+        Report(out / "results.jsonl", tables=out / "study_tables.inc", figures=out)(console)
+        if self.quick:
+            console.print("All arms run. Numbers of so small a model, after two updates, mean nothing.")
+        elif COMMITTED.exists():
+            return _tell_differences(console, records, results.load(COMMITTED))
+        return 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Report:
         from .report import arms_table, images, tables
         from .table import Table
 
-        table = Table(results.load(self.results))
+        table = Table(_read(self.results))
         self.tables.parent.mkdir(parents=True, exist_ok=True)
         self.tables.write_text(tables(table), encoding="utf-8")
         self.tables.with_name("study_arms.inc").write_text(arms_table(), encoding="utf-8")
@@ -74,27 +81,32 @@ class Report:
 class Compare:
     """Tell which runs of a results file have other numbers than the committed ones."""
 
-    results: Path = ROOT / "runs" / "study" / "results.jsonl"
+    results: Path = RUNS / "results.jsonl"
     committed: Path = COMMITTED
 
     def __call__(self, console: Console) -> int:
         """Do it."""
-        return _tell_differences(console, results.load(self.results), results.load(self.committed))
+        return _tell_differences(console, _read(self.results), _read(self.committed))
 
 
 @dataclass(frozen=True)
 class Try:
-    """Run one arm once, as the full grid would, and print its record."""
+    """Run one arm once, as the full grid would; print what it solved beside the committed arms of that seed.
+
+    Takes a minute, and a few more where the checkpoint has to be pre-trained first.
+    """
 
     file: tyro.conf.Positional[Path]
     """Python file that registers the arm; of one that ships, any file that imports."""
     arm: tyro.conf.Positional[str]
     task: str = "chase"
     seed: int = 0
-    out: Path = ROOT / "runs" / "study"
+    out: Path = RUNS
+    """Folder with the checkpoints; the record is added to its ``tries.jsonl``."""
 
     def __call__(self, console: Console) -> int:
         """Do it."""
+        from .claims import EVALUATIONS
         from .grid import RATES, full_grid
         from .run import run
         from .setting import Setting
@@ -102,8 +114,19 @@ class Try:
 
         one_thread()
         runpy.run_path(str(self.file))
-        grid, setting = full_grid(), Setting(self.arm, self.task, rate=RATES[self.task], seed=self.seed)
-        console.print_json(data=run(setting, grid.scale, grid.shape, grid.pretraining, self.out / "checkpoints"))
+        grid, setting = full_grid(), Setting(self.arm, self.task, rate=RATES.get(self.task, 0.0), seed=self.seed)
+        with console.status(
+            f"{setting.key}: pre-training if there is no checkpoint yet, then {grid.scale.updates} updates"
+        ):
+            record = run(setting, grid.scale, grid.shape, grid.pretraining, self.out / "checkpoints")
+        path = self.out / "tries.jsonl"
+        results.append(path, record)
+        known = {one["key"]: one for one in results.load(COMMITTED)}
+        others = [known.get(setting.but(arm=name).key) for name in ("dense", "naive", "smd")]
+        rows = Rows("arm", *EVALUATIONS.values(), title=f"{self.task}, seed {self.seed}: share solved")
+        for one in [record, *(one for one in others if one is not None)]:
+            rows.add_row(one["setting"]["arm"], *(f"{one['solved'][name]:.3f}" for name in EVALUATIONS))
+        console.print(rows, f"all figures: {path}", sep="\n")
         return 0
 
 
@@ -125,19 +148,34 @@ class Language:
         return 0
 
 
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The records of a file that has to be there."""
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path}; `make study` writes one.")
+    return results.load(path)
+
+
 def _tell_differences(console: Console, ours: list[dict], committed: list[dict]) -> int:
+    """1 where shared runs differ, or there are none."""
     shared = {record["key"] for record in ours} & {record["key"] for record in committed}
     other = results.differences(ours, committed)
     console.print(f"{len(shared)} runs are committed too; {len(other)} have other numbers.")
     for key in other:
         console.print(f"  {key}")
-    return int(bool(other))
+    return int(bool(other) or not shared)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return its exit code."""
     command = tyro.cli(Run | Report | Compare | Try | Language, args=arguments)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    return command(Console())
+    try:
+        return command(Console())
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; finished runs are kept, and the same command goes on.")
+        return 130
 
 
 if __name__ == "__main__":

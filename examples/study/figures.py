@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
 
 from .arms import ARMS
 from .claims import EVALUATIONS
@@ -20,10 +21,13 @@ from .table import Table
 
 WORDS = {
     "arms": "Share of problems solved by each arm, with every key and evicting, with intervals",
-    "curves": "Reward, mismatch and gradient norm of each arm over the updates",
+    "curves": "Reward, gradient norm and mismatch of each arm over the updates",
     "compression": "Share of problems solved over the share of evicted keys",
 }
 """Name of each figure, and what it shows."""
+
+MARKS = {"dense": ("o", ":"), "sparse": ("s", "--")}
+"""Of an evaluation: marker of what came out, line of what was there before."""
 
 COLORS = {name: f"C{index}" for index, name in enumerate(ARMS)}
 
@@ -55,52 +59,60 @@ def draw(table: Table, folder: Path) -> list[Path]:
 
 def _arms(table: Table) -> Any:
     """Solved problems by arm, with every key and evicting, in the settings of the claims."""
-    places = [Setting("", task, one, rate) for task, rate in RATES.items() for one in (MAIN, RANDOM, SEVENTY)]
-    figure, grid = plt.subplots(2, 3, figsize=(13, 7), constrained_layout=True, sharey=True)
-    for axis, at in zip(grid.flat, places, strict=True):
-        if not table.runs(at.but(arm="smd")):
-            axis.set_axis_off()
-            continue
-        for offset, evaluation, marker in ((0.12, "dense", "o"), (-0.12, "sparse", "s")):
+    places = [Setting("", task, one, rate) for task, rate in RATES.items() for one in (MAIN, SEVENTY, RANDOM)]
+    places = [at for at in places if table.runs(at.but(arm="smd"))]
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7), constrained_layout=True, sharey=True)
+    for axis in axes.flat[len(places) :]:
+        axis.set_axis_off()
+    for axis, at in zip(axes.flat, places, strict=False):
+        for offset, (evaluation, (marker, line)) in zip((0.15, -0.15), MARKS.items(), strict=True):
             for row, arm in enumerate(reversed(ARMS)):
                 values = table.values(at.but(arm=arm), evaluation)
                 if values:
                     _interval(axis, values, row + offset, COLORS[arm], marker)
-        for evaluation in EVALUATIONS:
             before = table.values(at.but(arm="start", rate=0.0), evaluation).values()
             if before:
-                axis.axvline(sum(before) / len(before), color="gray", linestyle=":")
+                axis.axvline(sum(before) / len(before), color="gray", linestyle=line)
         axis.set(title=f"{at.task}, {at.eviction.label}", xlabel="share solved")
         axis.set_yticks(range(len(ARMS)), list(reversed(ARMS)))
         axis.grid(alpha=0.3)
-    figure.suptitle(
-        "Circles: greedy decoding with every key; squares: with evicted ones. Bars: 95 % intervals; dotted: before"
-    )
+    named = [Line2D([], [], color="gray", marker=MARKS[name][0], linestyle="") for name in EVALUATIONS]
+    named += [Line2D([], [], color="gray", linestyle=MARKS[name][1]) for name in EVALUATIONS]
+    words = [f"{words}{when}" for when in (", after", ", before training") for words in EVALUATIONS.values()]
+    figure.legend(named, words, loc="outside lower center", ncols=4)
     return figure
 
 
 def _interval(axis: Any, values: dict[int, float], row: float, color: str, marker: str) -> None:
+    """A mean, and its 95 % interval."""
     estimate = bootstrap(list(values.values()))
     axis.plot([estimate.low, estimate.high], [row, row], color=color)
     axis.plot(estimate.mean, row, marker, color=color, markersize=5)
 
 
 def _curves(table: Table, at: Setting) -> Any:
-    """Reward, mismatch and gradient norm over the updates, means over seeds."""
-    panels = {"reward": "reward", "kl_approx_k3": "KL k3 of sampler and learner, nats", "grad_norm": "gradient norm"}
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
-    for axis, (name, title) in zip(axes, panels.items(), strict=True):
-        for arm in ARMS:
+    """Reward, gradient norm and mismatch over the updates, means over seeds."""
+    replays = [name for name, arm in ARMS.items() if arm.exact or not arm.sparse]
+    others = [name for name in ARMS if name not in replays]
+    panels: list[tuple[str, str, Iterable[str]]] = [
+        ("reward", "reward of the samples", ARMS),
+        ("grad_norm", "gradient norm, before clipping", ARMS),
+        ("kl_approx_k3", "KL k3 of sampler and learner, nats: arms that do not replay", others),
+        ("max_mismatch", "largest gap of any token, nats: arms that have to agree", replays),
+    ]
+    figure, axes = plt.subplots(2, 2, figsize=(12, 7), constrained_layout=True)
+    for axis, (name, title, arms) in zip(axes.flat, panels, strict=True):
+        for arm in arms:
             curves = [run["curve"][name] for run in table.runs(at.but(arm=arm)).values() if name in run["curve"]]
             if curves:
                 updates = [Scale().probe_every * (point + 1) for point in range(len(curves[0]))]
                 axis.plot(updates, _mean(curves), color=COLORS[arm], label=arm)
-        axis.set(title=title, xlabel="updates, means over ten")
+        axis.set(title=title, xlabel="updates, in stretches of ten")
         axis.grid(alpha=0.3)
-        if name == "kl_approx_k3":
-            axis.set_yscale("log")
-    if axes[0].lines:
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=9)
+    axes.flat[3].set_yscale("log")
+    axes.flat[3].axhline(1e-4, color="gray", linestyle=":", label="bound")
+    if axes.flat[0].lines:
+        figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center", fontsize=9)
     return figure
 
 
@@ -109,19 +121,25 @@ def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _compression(table: Table) -> Any:
-    """Solved problems over the share of evicted keys."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True, sharey=True)
+    """Solved problems over the share of evicted keys, of the same five seeds everywhere."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
     for axis, (evaluation, words) in zip(axes, EVALUATIONS.items(), strict=True):
-        for arm in ARMS:
+        for place, arm in enumerate(ARMS):
             points = []
             for eviction in (TWENTY, MAIN, SEVENTY):
                 values = table.values(Setting(arm, "chase", eviction, RATE), evaluation)
+                values = [value for seed, value in values.items() if seed < 5]
                 if values:
-                    points.append((100 * (1 - eviction.keep), sum(values.values()) / len(values)))
+                    # Side by side, so that no interval hides another.
+                    points.append((100 * (1 - eviction.keep) + 0.7 * (place - len(ARMS) / 2), bootstrap(values)))
             if len(points) > 1:
-                axis.plot(*zip(*points, strict=True), "o-", color=COLORS[arm], label=arm)
-        axis.set(title=f"chase, evaluated with {words}", xlabel="keys evicted, %", ylabel="share solved")
+                at, found = zip(*points, strict=True)
+                ends = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
+                means = [one.mean for one in found]
+                axis.errorbar(at, means, ends, marker="o", color=COLORS[arm], label=arm, elinewidth=1, markersize=4)
+        title = f"evaluated with {words}" if evaluation == "dense" else "evaluated while evicting"
+        axis.set(title=f"chase, SnapKV, {title}", xlabel="keys evicted, %", ylabel="share solved")
         axis.grid(alpha=0.3)
     if axes[0].lines:
-        axes[0].legend(fontsize=8)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=9)
     return figure

@@ -33,14 +33,17 @@ class Table:
         """Accuracy by seed.
 
         Args:
-            setting: Whose arm; one that samples dense is found at its own eviction and looked up at this one.
+            setting: Whose arm; one that samples dense is found at its own eviction, in the seeds that were evaluated
+                under this one.
             evaluation: ``dense``, or ``sparse`` for greedy decoding under the setting's own eviction.
             what: ``solved`` or ``reward``.
         """
         name, runs = evaluation, self.runs(setting)
         if not runs and setting.arm in SAMPLES_DENSE:
+            label = setting.eviction.label
             runs = self.runs(setting.but(eviction=Eviction()))
-            name = setting.eviction.label if evaluation == "sparse" else evaluation
+            runs = {seed: record for seed, record in runs.items() if label in record[what]}
+            name = label if evaluation == "sparse" else evaluation
         return {seed: record[what][name] for seed, record in runs.items() if name in record[what]}
 
     def figure(self, setting: Setting, read: Callable[[dict[str, Any]], float | None]) -> dict[int, float]:

@@ -91,7 +91,7 @@ def do_grid(grid: Grid, out: Path, workers: int) -> list[dict[str, Any]]:
 
 
 def _claim(out: Path, size: dict[str, Any]) -> None:
-    """Note the size of the folder's runs; refuse a folder with runs of another size, whose settings have the same names."""
+    """Note the size of the folder's runs; refuse a folder with others, whose settings have the same names."""
     note, text = out / "size.json", json.dumps(size, indent=1)
     if note.exists() and json.loads(note.read_text(encoding="utf-8")) != size:
         raise ValueError(f"{out} has runs of another size ({note}); give another folder with --out.")
