@@ -77,7 +77,7 @@ def _arms(table: Table) -> Any:
         axis.set_yticks(range(len(ARMS)), list(reversed(ARMS)))
         axis.grid(alpha=0.3)
     named = [Line2D([], [], color="gray", marker=MARKS[name][0], linestyle="") for name in EVALUATIONS]
-    named += [Line2D([], [], color="gray", linestyle=MARKS[name][1]) for name in EVALUATIONS]
+    named += [Line2D([], [], color="gray", ls=MARKS[name][1]) for name in EVALUATIONS]
     words = [f"{words}{when}" for when in (", after", ", before training") for words in EVALUATIONS.values()]
     figure.legend(named, words, loc="outside lower center", ncols=4)
     return figure

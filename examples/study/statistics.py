@@ -50,8 +50,8 @@ def bootstrap(values: Sequence[float], resamples: int = RESAMPLES) -> Estimate:
         raise ValueError("no values to take a mean of.")
     array, count = np.asarray(values, dtype=np.float64), len(values)
     picks = np.random.default_rng(0).integers(count, size=(resamples, count))
-    share = stats.norm.cdf(stats.t.ppf(0.025, count - 1) * np.sqrt(count / (count - 1))) if count > 1 else 0.5
-    low, high = np.quantile(array[picks].mean(1), (share, 1 - share))
+    share = float(stats.norm.cdf(stats.t.ppf(0.025, count - 1) * np.sqrt(count / (count - 1)))) if count > 1 else 0.5
+    low, high = np.quantile(array[picks].mean(1), [share, 1 - share])
     return Estimate(float(array.mean()), float(low), float(high), count)
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from examples.study import random_mask, report, results, statistics
-from examples.study.arms import ARMS
+from examples.study.__main__ import main
+from examples.study.arms import ARMS, Arm
 from examples.study.claims import Claim, findings, verdict
 from examples.study.grid import ELSEWHERE, Grid, Job, full_grid, quick_grid
 from examples.study.model import Shape, make_model, make_tokenizer
@@ -33,7 +35,8 @@ from smdlib import MaskedAttentionAdapter
 
 SCALE = Scale(updates=1, rows=8, warmup=1, probe_every=1, eval_prompts=4, eval_batch=4, initialisations=1)
 SHAPE = Shape(hidden=32, feed_forward=48, layers=2)
-PRETRAINING = Pretraining(target=0.0, max_steps=10, held_out=8, batch=4)
+# Enough that some of its answers earn something and others do not.
+PRETRAINING = Pretraining(target=0.0, check_every=150, max_steps=150, held_out=8, batch=8)
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -152,6 +155,7 @@ def test_a_sum_counts_by_what_was_written_down():
 def test_every_arm_takes_an_update_and_logs_its_gap(folder, name):
     record = do(folder, name)
     gap = record["worst"]["max_mismatch"]
+    assert record["curve"]["reward"][0] > 0 and record["worst"]["grad_norm"] > 0.01, "there was nothing to learn"
     arm = ARMS[name]
     if arm.exact or not arm.sparse:
         assert record["worst"]["rms_mismatch"] <= gap < 1e-5, "the learner replays what the sampler saw"
@@ -205,6 +209,36 @@ def test_the_random_record_is_one_that_the_cache_could_have_made():
     assert not torch.equal(made[0, :, 0, 0], made[0, :, 0, 1])
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"arm": "smdd"}, "no arm 'smdd'; there are .*'smd'"),
+        ({"arm": "smd", "task": "chse"}, "no task 'chse'; there are .*'chase'"),
+        ({"arm": "smd", "seed": -1}, "the seed is -1"),
+    ],
+)
+def test_what_cannot_be_run_is_told_before_the_pretraining(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        do(tmp_path, **fields)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda actor, coeff: None, "arm 'broken' made None; its function has to return a loss"),
+        (
+            lambda actor, coeff: lambda batch: TensorDict({"kl": torch.ones(())}),
+            r"returned \['kl'\]; expected .*'loss_",
+        ),
+    ],
+)
+def test_an_arm_without_a_loss_is_refused(folder, monkeypatch, build, message):
+    monkeypatch.setitem(ARMS, "broken", Arm("broken", build))
+    with pytest.raises(ValueError, match=message):
+        do(folder, "broken")
+
+
 # ----------------------------------------------------------------------------------------------------------- the grid
 
 
@@ -250,6 +284,25 @@ def test_a_killed_grid_keeps_what_was_done_and_does_the_rest(tmp_path):
     assert do_grid(grid, tmp_path, 1) == records and path.stat().st_mtime_ns == stamp
 
 
+def test_a_folder_keeps_runs_of_one_size(tmp_path):
+    """Quick and full runs have the same keys."""
+    nothing = Grid((), SCALE, SHAPE, PRETRAINING)
+    assert do_grid(nothing, tmp_path, 1) == [] == do_grid(nothing, tmp_path, 1)
+    with pytest.raises(ValueError, match=r"has runs of another size .*another folder with --out"):
+        do_grid(replace(nothing, scale=replace(SCALE, updates=2)), tmp_path, 1)
+    with pytest.raises(ValueError, match="workers is 0"):
+        do_grid(nothing, tmp_path, 0)
+
+
+def test_commands_refuse_files_that_are_not_there_and_write_nothing(tmp_path, capsys):
+    assert main(["report", "--results", str(tmp_path / "no"), "--tables", str(tmp_path / "t.inc")]) == 2
+    assert main(["compare", "--results", str(tmp_path / "no")]) == 2
+    assert "no; `make study` writes one" in capsys.readouterr().err.replace("\n", "") and not list(tmp_path.iterdir())
+    (tmp_path / "other").write_text('{"key": "a"}\n')
+    assert main(["compare", "--results", str(tmp_path / "other")]) == 1, "nothing was compared"
+    assert main(["compare", "--results", str(tmp_path / "other"), "--committed", str(tmp_path / "other")]) == 0
+
+
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     jobs = [Job(Setting(arm, group=4)) for arm in ("dense", "no such arm", "smd")]
@@ -291,7 +344,7 @@ def record(arm: str, seed: int, dense: float, sparse: float) -> dict:
     setting = Setting(arm, seed=seed)
     solved = {"dense": dense, "sparse": sparse, "snapkv-70": sparse / 2}
     cost = {"seconds": 1.0, "rollout_seconds": 0.5, "kv_bytes": 1e6}
-    worst = {"max_mismatch": 1e-6, "grad_norm": 1.0}
+    worst = {"max_mismatch": (seed + 1) * 1e-6, "grad_norm": 1.0} | ({"rms_mismatch": 5e-7} if arm == "smd" else {})
     curve = {"reward": [0.1], "grad_norm": [1.0], "kl_approx_k3": [0.5]}
     return {"key": setting.key, "setting": setting.as_dict(), "solved": solved, "reward": solved, "curve": curve,
             "worst": worst, "cost": cost}  # fmt: skip
@@ -346,6 +399,30 @@ def test_arms_that_sample_dense_are_compared_under_other_evictions_too():
     assert table.values(at.but(arm="smd"), "dense") == {}
 
 
+def test_a_mean_elsewhere_is_of_the_seeds_that_were_evaluated_there():
+    records = [record("dense", seed, 0.5 + seed, 0.1) for seed in range(3)]
+    del records[2]["solved"]["snapkv-70"]
+    assert Table(records).values(Setting("dense", eviction=Eviction("snapkv", 0.3)), "dense") == {0: 0.5, 1: 1.5}
+
+
+def test_gains_are_over_the_checkpoint_that_a_seed_started_from():
+    records = [record("smd", seed, 0.5, 0.25) for seed in range(5)]
+    for seed, solved in enumerate((0.1, 0.2, 0.4)):
+        records.append(record("start", seed, solved, 0.05))
+        records[-1]["setting"]["rate"] = 0.0
+    table = Table(records)
+    text = report.accuracy(table, Setting(""), "title")
+    gains = bootstrap([0.4, 0.3, 0.1, 0.4, 0.3])
+    assert f".500 [.500, .500] (5)\n     - {gains}\n     - .250 [.250, .250] (5)\n     - .200" in text
+    assert "* - before\n     - .233\n     - \u2013\n     - .050" in text
+
+
+def test_the_replay_is_told_over_all_runs():
+    text = report.replay(Table([record(arm, seed, 0.5, 0.2) for seed in range(3) for arm in ("smd", "naive")]))
+    assert "* - smd\n     - float32\n     - 3\n     - 180\n     - 5.0e-07\n     - 3.0e-06\n" in text
+    assert "naive" not in text
+
+
 def test_the_tables_hold_the_numbers():
     text = tables(Table([record(arm, seed, 0.8, 0.5) for arm in ("smd", "dense") for seed in range(5)]))
     assert "SMD is as good as dense at 50 %" in text and "**holds**" in text and "**not run**" in text
@@ -362,6 +439,8 @@ def test_the_committed_results_are_small_and_give_the_committed_tables():
     exact = [one["worst"] for one in records if one["setting"]["arm"] in ("smd", "smd_track1")]
     assert max(worst["rms_mismatch"] for worst in exact) < 1e-5
     assert max(worst["max_mismatch"] for worst in exact) < 1e-4
+    double = [one["worst"]["max_mismatch"] for one in records if one["setting"]["dtype"] == "float64"]
+    assert len(double) == 2 and max(double) < 1e-5, "what is left in float32 is more than rounding"
 
 
 def test_the_arm_of_the_page_is_short_and_runs(folder):
