@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .setting import Eviction, Setting
-from .statistics import Estimate, paired
+from .statistics import Estimate, bootstrap, paired
 from .table import Table
 
 MARGIN = 0.03
@@ -83,6 +83,42 @@ def findings(claim: Claim, table: Table) -> list[Finding]:
     return found
 
 
+@dataclass(frozen=True)
+class CostClaim:
+    """An update of ``one`` saves more than ``bound`` of what an update of ``other`` costs.
+
+    Attributes:
+        text: What is claimed.
+        one: The arm that it is claimed of.
+        other: The arm it is compared with.
+        cost: Name in the records.
+        bound: A share of the other's cost; negative where ``one`` may cost more.
+        where: Settings it is looked at in.
+    """
+
+    text: str
+    one: str
+    other: str
+    cost: Literal["seconds", "kv_bytes"]
+    bound: float
+    where: tuple[Setting, ...]
+
+
+def savings(claim: CostClaim, table: Table) -> list[Finding]:
+    """Compare the costs wherever both arms were run."""
+    found = []
+    for setting in claim.where:
+        one, other = (
+            table.figure(setting.but(arm=arm), lambda record: record["cost"][claim.cost])
+            for arm in (claim.one, claim.other)
+        )
+        saved = {seed: 1 - one[seed] / other[seed] for seed in one.keys() & other.keys()}
+        if len(saved) >= MIN_SEEDS:
+            where = f"{setting.task} {setting.eviction.label}"
+            found.append(Finding(where, "share saved", bootstrap(list(saved.values())), claim.bound))
+    return found
+
+
 def verdict(found: Sequence[Finding]) -> str:
     """``holds`` everywhere, ``partly`` with in how many places, or ``not seen here``; and where the opposite does."""
     if not found:
@@ -92,6 +128,17 @@ def verdict(found: Sequence[Finding]) -> str:
         return "holds"
     text = f"partly ({held} of {len(found)})" if held else "not seen here"
     return text + (f", the opposite in {opposite} of {len(found)}" if opposite else "")
+
+
+def cost_claims(main: Eviction, rates: Mapping[str, float]) -> list[CostClaim]:
+    """Return the paper's claims of memory and time."""
+    where = tuple(Setting("", task, main, rate) for task, rate in rates.items())
+    return [
+        CostClaim("SMD at 50 % holds less than 60 % of dense's KV bytes", "smd", "dense", "kv_bytes", 0.4, where),
+        CostClaim("SMD's update takes less than 10 % longer than dense's", "smd", "dense", "seconds", -0.1, where),
+        CostClaim("... than that of Track 1 alone", "smd", "smd_track1", "seconds", -0.1, where),
+        CostClaim("... than naive's with the sampler's ratio", "smd", "naive_sampler", "seconds", -0.1, where),
+    ]
 
 
 def paper_claims(main: Eviction, seventy: Eviction, random: Eviction, rates: Mapping[str, float]) -> list[Claim]:

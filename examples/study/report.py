@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .arms import ARMS
-from .claims import EVALUATIONS, MARGIN, MIN_SEEDS, Finding, findings, paper_claims, verdict
+from .claims import EVALUATIONS, MARGIN, MIN_SEEDS, Finding, cost_claims, findings, paper_claims, savings, verdict
 from .grid import H2O, HIGH_RATE, LAMBDAS, LONG, MAIN, RANDOM, RATE, RATES, RECENT, SEVENTY, STEPS, TWENTY
 from .setting import Eviction, Scale, Setting
 from .statistics import bootstrap, paired, short
@@ -89,11 +89,12 @@ def claim_rows(table: Table) -> list[list[str]]:
         mark = "+" if finding.holds else "x" if finding.opposite else "o"
         return f"{mark} {finding.where}, {finding.evaluation}: {finding.estimate}"
 
+    looked = [(claim.text, findings(claim, table)) for claim in paper_claims(MAIN, SEVENTY, RANDOM, RATES)]
+    looked += [(claim.text, savings(claim, table)) for claim in cost_claims(MAIN, RATES)]
     rows = []
-    for claim in paper_claims(MAIN, SEVENTY, RANDOM, RATES):
-        found = findings(claim, table)
+    for text, found in looked:
         block = "\n".join(f"       | {cell(finding)}" for finding in found).lstrip()
-        rows.append([claim.text, f"**{verdict(found)}**", block])
+        rows.append([text, f"**{verdict(found)}**", block])
     return rows
 
 

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from examples.study import random_mask, report, results, statistics
 from examples.study.__main__ import main
 from examples.study.arms import ARMS, Arm
-from examples.study.claims import Claim, findings, verdict
+from examples.study.claims import EVALUATIONS, Claim, CostClaim, findings, savings, verdict
 from examples.study.grid import ELSEWHERE, Grid, Job, full_grid, quick_grid
 from examples.study.model import Shape, make_model, make_tokenizer
 from examples.study.pretrain import Pretraining, checkpoint
@@ -391,6 +391,17 @@ def test_verdicts_follow_the_intervals():
     assert findings(claim, Table(table.records[1:])) == [] and verdict([]) == "not run", "four pairs are too few"
 
 
+def test_savings_are_shares_of_the_other_arm():
+    cheap = [record("smd", seed, 0.5, 0.2) for seed in range(5)]
+    for one in cheap:
+        one["cost"] = one["cost"] | {"kv_bytes": 2.5e5, "seconds": 1.05}
+    table = Table(cheap + [record("dense", seed, 0.5, 0.2) for seed in range(5)])
+    memory, seconds = (CostClaim("", "smd", "dense", cost, -0.1, (Setting(""),)) for cost in ("kv_bytes", "seconds"))
+    assert savings(memory, table)[0].estimate.mean == pytest.approx(0.75)
+    assert savings(seconds, table)[0].estimate.mean == pytest.approx(-0.05) and savings(seconds, table)[0].holds
+    assert savings(replace(seconds, bound=0.0), table)[0].opposite
+
+
 def test_arms_that_sample_dense_are_compared_under_other_evictions_too():
     seventy = Eviction("snapkv", 0.3)
     table = Table([record("dense", seed, 0.9, 0.6) for seed in range(2)])
@@ -441,6 +452,15 @@ def test_the_committed_results_are_small_and_give_the_committed_tables():
     assert max(worst["max_mismatch"] for worst in exact) < 1e-4
     double = [one["worst"]["max_mismatch"] for one in records if one["setting"]["dtype"] == "float64"]
     assert len(double) == 2 and max(double) < 1e-5, "what is left in float32 is more than rounding"
+
+
+def test_the_table_of_the_readme_has_the_committed_means():
+    table = Table(results.load(DOCS / "runs" / "study.jsonl"))
+    rows = (DOCS.parent / "README.md").read_text(encoding="utf-8").split("## Does it hold?")[1].split("\n\n")[2]
+    arms = ("dense", "smd", "smd_track1", "track2", "naive", "naive_sampler", "sparse_rl")
+    for arm, row in zip(arms, rows.splitlines()[2:], strict=True):
+        means = [statistics.bootstrap(list(table.values(Setting(arm), name).values())).mean for name in EVALUATIONS]
+        assert [cell.strip() for cell in row.split("|")[2:4]] == [statistics.short(mean) for mean in means], arm
 
 
 def test_the_arm_of_the_page_is_short_and_runs(folder):
