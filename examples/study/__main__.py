@@ -39,7 +39,7 @@ class Run:
         grid, out = (quick_grid(), RUNS.with_name("study_quick")) if self.quick else (full_grid(), RUNS)
         out = self.out or out
         records = do_grid(grid, out, self.workers)
-        Report(out / "results.jsonl", tables=out / "study_tables.inc", figures=out)(console)
+        _write(console, out / "results.jsonl", out / "study_tables.inc", out)
         if self.quick:
             console.print("All arms run. Numbers of so small a model, after two updates, mean nothing.")
         elif COMMITTED.exists():
@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """Write the tables and figures of a results file; by default those of the documentation."""
+    """Write all tables and figures of the documentation's page."""
 
     results: Path = COMMITTED
     language: Path = LANGUAGE
@@ -58,22 +58,16 @@ class Report:
 
     def __call__(self, console: Console) -> int:
         """Do it."""
-        from .figures import WORDS, draw
+        from .figures import WORDS
         from .language import language_table
-        from .report import arms_table, images, tables
-        from .table import Table
+        from .report import arms_table, images
 
-        table = Table(_read(self.results))
-        self.tables.parent.mkdir(parents=True, exist_ok=True)
-        self.tables.write_text(tables(table), encoding="utf-8")
-        self.tables.with_name("study_arms.inc").write_text(arms_table(), encoding="utf-8")
-        language = language_table(results.load(self.language))
-        self.tables.with_name("study_language.inc").write_text(language, encoding="utf-8")
+        table = _write(console, self.results, self.tables, self.figures)
         # Seen from the page that includes it, one folder above.
         pictures = images(table, {f"_static/study_{name}.png": words for name, words in WORDS.items()})
-        self.tables.with_name("study_images.inc").write_text(pictures, encoding="utf-8")
-        drawn = draw(table, self.figures) if table.records else []
-        console.print(f"{len(table.records)} runs: {self.tables} and {len(drawn)} figures in {self.figures}")
+        parts = {"arms": arms_table(), "language": language_table(results.load(self.language)), "images": pictures}
+        for name, text in parts.items():
+            self.tables.with_name(f"study_{name}.inc").write_text(text, encoding="utf-8")
         return 0
 
 
@@ -97,7 +91,7 @@ class Try:
     """
 
     file: tyro.conf.Positional[Path]
-    """Python file that registers the arm; of one that ships, any file that imports."""
+    """Python file that registers the arm. It is run first; any other file will do for an arm that the study has."""
     arm: tyro.conf.Positional[str]
     task: str = "chase"
     seed: int = 0
@@ -153,6 +147,20 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}; `make study` writes one.")
     return results.load(path)
+
+
+def _write(console: Console, path: Path, tables: Path, figures: Path) -> Any:
+    """Write the tables and figures of a results file; return its table."""
+    from .figures import draw
+    from .report import tables as all_tables
+    from .table import Table
+
+    table = Table(_read(path))
+    tables.parent.mkdir(parents=True, exist_ok=True)
+    tables.write_text(all_tables(table), encoding="utf-8")
+    drawn = draw(table, figures) if table.records else []
+    console.print(f"{len(table.records)} runs: {tables} and {len(drawn)} figures in {figures}")
+    return table
 
 
 def _tell_differences(console: Console, ours: list[dict], committed: list[dict]) -> int:

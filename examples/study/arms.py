@@ -44,6 +44,14 @@ class Arm:
 
 ARMS: dict[str, Arm] = {}
 
+START = "start"
+"""Stands for an arm that does nothing: the checkpoint itself."""
+
+
+def samples_dense(name: str) -> bool:
+    """Whether one run of the arm serves all evictions, since it samples with every key or not at all."""
+    return name == START or not ARMS[name].sparse
+
 
 def arm(name: str, **fields: Any) -> Callable[[Build], Build]:
     """Register the decorated function as the loss of a new arm; ``fields`` are those of `Arm`."""

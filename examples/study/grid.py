@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .arms import START, samples_dense
 from .model import Shape
 from .pretrain import Pretraining
 from .setting import Eviction, Scale, Setting
-from .table import SAMPLES_DENSE
 
 MAIN = Eviction("snapkv", 0.5)
 SEVENTY, TWENTY, RANDOM = Eviction("snapkv", 0.3), Eviction("snapkv", 0.8), Eviction("random", 0.5)
@@ -71,7 +71,7 @@ def _jobs(arms: Iterable[str], seeds: Iterable[int], task: str, eviction: Evicti
 
 def _elsewhere(jobs: Sequence[Job]) -> list[Job]:
     """Evaluate the jobs whose arm samples dense under the task's other evictions, too, and the checkpoints."""
-    further = [ELSEWHERE[job.setting.task] if job.setting.arm in SAMPLES_DENSE else () for job in jobs]
+    further = [ELSEWHERE[job.setting.task] if samples_dense(job.setting.arm) else () for job in jobs]
     return [Job(job.setting, also) for job, also in zip(jobs, further, strict=True)]
 
 
@@ -79,8 +79,8 @@ def full_grid() -> Grid:
     """Return the grid of the report: 16 seeds where .03 is to be told apart, 5 elsewhere."""
     five, more = range(5), range(5, 16)
     blocks = [
-        _elsewhere(_jobs(["start"], range(3), "chase", MAIN, rate=0.0)),
-        _elsewhere(_jobs(["start"], range(3), "ledger", MAIN, rate=0.0)),
+        _elsewhere(_jobs([START], range(3), "chase", MAIN, rate=0.0)),
+        _elsewhere(_jobs([START], range(3), "ledger", MAIN, rate=0.0)),
         _elsewhere(_jobs(EVERY, five, "chase", MAIN)),
         _jobs((*TRACKS, "tis"), five, "chase", SEVENTY),
         _jobs(CLOSE, more, "chase", MAIN),
@@ -102,7 +102,7 @@ def full_grid() -> Grid:
 def quick_grid() -> Grid:
     """Return the same path in a few minutes: every arm twice, a small model that has hardly learned. Shows nothing."""
     jobs = [
-        *_jobs(["start"], range(1), "chase", MAIN, rate=0.0),
+        *_jobs([START], range(1), "chase", MAIN, rate=0.0),
         *_jobs(EVERY, range(2), "chase", MAIN),
         *_jobs(("dense", "smd"), range(2), "ledger", MAIN),
     ]

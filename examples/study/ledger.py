@@ -44,11 +44,6 @@ class Ledger:
         return written + sums + names + ["<page>", "sum", "of"]
 
     @property
-    def answer_length(self) -> int:
-        """The entries and their sum."""
-        return self.days + 1
-
-    @property
     def lesson(self) -> Ledger:
         """Pages without slips of the pen."""
         return replace(self, noise=0.0)

@@ -39,11 +39,6 @@ class PointerChase:
         return [f"{a}>{b}" for a in names for b in names] + names + ["<map>", "from", "the", "node"]
 
     @property
-    def answer_length(self) -> int:
-        """One token a hop."""
-        return self.hops
-
-    @property
     def lesson(self) -> PointerChase:
         """Maps without wrong copies."""
         return replace(self, noise=0.0)

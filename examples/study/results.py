@@ -45,7 +45,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
 def numbers(record: dict[str, Any]) -> dict[str, Any]:
     """All of a record that has to be the same on a second run: everything but times."""
     cost = {name: value for name, value in record.get("cost", {}).items() if not name.endswith("seconds")}
-    return {name: value for name, value in record.items() if name != "host"} | {"cost": cost}
+    return record | {"cost": cost}
 
 
 def differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[str]:

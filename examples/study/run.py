@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from smdlib import MaskedAttentionAdapter
 
-from .arms import ARMS
+from .arms import ARMS, START
 from .ledger import Ledger
 from .model import Shape, make_model, make_tokenizer
 from .pointer_chase import PointerChase
@@ -24,8 +24,6 @@ from .tasks import Task
 
 TASKS: dict[str, Task] = {"chase": PointerChase(), "ledger": Ledger()}
 HELD_OUT_SEED = 2**40
-START = "start"
-"""The arm that does nothing: the checkpoint itself."""
 # Of a mean over ten updates: the mean or the largest.
 CURVE = {
     "reward": "mean",

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from .arms import samples_dense
 from .setting import Eviction, Setting
-
-# They sample with every key, or not at all, so that one run serves all evictions.
-SAMPLES_DENSE = ("start", "dense", "dense_kl")
 
 
 class Table:
@@ -29,22 +27,21 @@ class Table:
         """Records of a setting by seed, whatever the setting's own seed."""
         return self._by_cell.get(setting.cell, {})
 
-    def values(self, setting: Setting, evaluation: str, what: str = "solved") -> dict[int, float]:
-        """Accuracy by seed.
+    def values(self, setting: Setting, evaluation: str) -> dict[int, float]:
+        """Share of problems solved by seed.
 
         Args:
-            setting: Whose arm; one that samples dense is found at its own eviction, in the seeds that were evaluated
-                under this one.
+            setting: Whose arm; one that samples dense is found at the default eviction, in the seeds that were
+                evaluated under this one.
             evaluation: ``dense``, or ``sparse`` for greedy decoding under the setting's own eviction.
-            what: ``solved`` or ``reward``.
         """
         name, runs = evaluation, self.runs(setting)
-        if not runs and setting.arm in SAMPLES_DENSE:
+        if not runs and samples_dense(setting.arm):
             label = setting.eviction.label
             runs = self.runs(setting.but(eviction=Eviction()))
-            runs = {seed: record for seed, record in runs.items() if label in record[what]}
+            runs = {seed: record for seed, record in runs.items() if label in record["solved"]}
             name = label if evaluation == "sparse" else evaluation
-        return {seed: record[what][name] for seed, record in runs.items() if name in record[what]}
+        return {seed: record["solved"][name] for seed, record in runs.items() if name in record["solved"]}
 
     def figure(self, setting: Setting, read: Callable[[dict[str, Any]], float | None]) -> dict[int, float]:
         """Any other number of a setting's runs by seed, where they have it."""

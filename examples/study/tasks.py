@@ -42,11 +42,6 @@ class Task(Protocol):
         ...
 
     @property
-    def answer_length(self) -> int:
-        """Tokens R of a response; it has no end token."""
-        ...
-
-    @property
     def lesson(self) -> Task:
         """The clean task that pre-training teaches; the arms then learn to cope with errors in what they read."""
         ...
