@@ -41,6 +41,11 @@ class Arm:
     prepare: Prepare | None = None
     about: str = ""
 
+    @property
+    def agrees(self) -> bool:
+        """Whether learner and sampler have the same keys, so that only rounding may tell them apart."""
+        return self.exact or not self.sparse
+
 
 ARMS: dict[str, Arm] = {}
 

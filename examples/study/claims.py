@@ -78,8 +78,7 @@ def findings(claim: Claim, table: Table) -> list[Finding]:
             other = table.values(setting.but(arm=claim.other), evaluation)
             if len(one.keys() & other.keys()) >= MIN_SEEDS:
                 bound = 0.0 if claim.kind == "better" else -MARGIN
-                where = f"{setting.task} {setting.eviction.label}"
-                found.append(Finding(where, evaluation, paired(one, other), bound))
+                found.append(Finding(setting.place, evaluation, paired(one, other), bound))
     return found
 
 
@@ -114,8 +113,7 @@ def savings(claim: CostClaim, table: Table) -> list[Finding]:
         )
         saved = {seed: 1 - one[seed] / other[seed] for seed in one.keys() & other.keys()}
         if len(saved) >= MIN_SEEDS:
-            where = f"{setting.task} {setting.eviction.label}"
-            found.append(Finding(where, "share saved", bootstrap(list(saved.values())), claim.bound))
+            found.append(Finding(setting.place, "share saved", bootstrap(list(saved.values())), claim.bound))
     return found
 
 

@@ -18,7 +18,7 @@ from .claims import EVALUATIONS
 from .grid import MAIN, RANDOM, RATE, RATES, SEVENTY, TWENTY
 from .setting import Scale, Setting
 from .statistics import bootstrap
-from .table import Table
+from .table import Table, first_five
 
 WORDS = {
     "arms": "Share of problems solved by each arm, with every key and evicting, with intervals",
@@ -93,7 +93,7 @@ def _interval(axis: Any, values: dict[int, float], row: float, color: str, marke
 
 def _curves(table: Table, at: Setting) -> Any:
     """Reward, gradient norm and mismatch over the updates: means over seeds, of gaps the largest."""
-    replays = [name for name, arm in ARMS.items() if arm.exact or not arm.sparse]
+    replays = [name for name, arm in ARMS.items() if arm.agrees]
     others = [name for name in ARMS if name not in replays]
     panels: list[tuple[str, str, Iterable[str], Callable[[Iterable[float]], float]]] = [
         ("reward", "reward of the samples", ARMS, fmean),
@@ -126,10 +126,9 @@ def _compression(table: Table) -> Any:
         for arm in ARMS:
             points = []
             for eviction in (TWENTY, MAIN, SEVENTY):
-                values = table.values(Setting(arm, "chase", eviction, RATE), evaluation)
-                values = [value for seed, value in values.items() if seed < 5]
+                values = first_five(table.values(Setting(arm, "chase", eviction, RATE), evaluation))
                 if values:
-                    points.append((100 * (1 - eviction.keep), fmean(values)))
+                    points.append((100 * (1 - eviction.keep), fmean(values.values())))
             if len(points) > 1:
                 axis.plot(*zip(*points, strict=True), "o-", color=COLORS[arm], label=arm)
         title = f"evaluated with {words}" if evaluation == "dense" else "evaluated while evicting"

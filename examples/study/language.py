@@ -19,7 +19,7 @@ from typing import Any
 from rich.progress import track
 
 from . import results
-from .report import figure_cell, list_table, worst_cell
+from .cells import figure_cell, list_table, worst_cell
 from .run import summary
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_smd.py"

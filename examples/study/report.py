@@ -6,45 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .arms import ARMS, START
+from .cells import NONE, difference_cell, figure_cell, list_table, mean_cell, worst_cell
 from .claims import EVALUATIONS, MARGIN, MIN_SEEDS, Finding, cost_claims, findings, paper_claims, savings, verdict
 from .grid import H2O, HIGH_RATE, LAMBDAS, LONG, MAIN, RANDOM, RATE, RATES, RECENT, SEVENTY, STEPS, TWENTY
 from .setting import Eviction, Scale, Setting
-from .statistics import bootstrap, paired, short
-from .table import Table
-
-NONE = "\u2013"
-
-
-def list_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], widths: str = "auto") -> str:
-    """Return a table in reStructuredText, or nothing without rows.
-
-    Example:
-        >>> print(list_table("Sizes", ["what", "size"], [["a", "1"]]))
-        .. list-table:: Sizes
-           :header-rows: 1
-           :widths: auto
-        <BLANKLINE>
-           * - what
-             - size
-           * - a
-             - 1
-        <BLANKLINE>
-    """
-    lines = [f".. list-table:: {title}", "   :header-rows: 1", f"   :widths: {widths}", ""]
-    body = list(rows)
-    for row in [header, *body]:
-        lines += [f"   {'* -' if not index else '  -'} {cell or NONE}" for index, cell in enumerate(row)]
-    return "\n".join(lines) + "\n" if body else ""
-
-
-def mean_cell(values: dict[int, float]) -> str:
-    """Mean and interval, or a dash."""
-    return str(bootstrap(list(values.values()))) if values else NONE
-
-
-def difference_cell(one: dict[int, float], other: dict[int, float]) -> str:
-    """Paired difference and interval, or a dash."""
-    return str(paired(one, other)) if one.keys() & other.keys() else NONE
+from .statistics import short
+from .table import Table, first_five
 
 
 def settings_of(table: Table, arms: Iterable[str], at: Setting) -> list[Setting]:
@@ -106,11 +73,6 @@ def _largest(name: str) -> Callable[[dict[str, Any]], float | None]:
     return lambda record: max(record["curve"][name]) if name in record.get("curve", {}) else None
 
 
-def figure_cell(values: dict[int, float], how: str = "{:.3g}") -> str:
-    """Mean over seeds, without an interval."""
-    return how.format(sum(values.values()) / len(values)) if values else NONE
-
-
 def mismatch(table: Table, at: Setting, title: str) -> str:
     """What the learner of each arm was off by over the last ten updates, and how its gradient grew."""
     columns: list[tuple[str, Callable[[dict[str, Any]], float | None], Callable]] = [
@@ -134,11 +96,6 @@ def mismatch(table: Table, at: Setting, title: str) -> str:
         if table.runs(at.but(arm=arm))
     ]
     return list_table(title, ["arm", *(name for name, _, _ in columns)], rows)
-
-
-def worst_cell(values: dict[int, float]) -> str:
-    """The largest over seeds."""
-    return f"{max(values.values()):.2g}" if values else NONE
 
 
 def replay(table: Table) -> str:
@@ -187,7 +144,7 @@ def weights(table: Table, at: Setting, title: str) -> str:
     levels = [("0", zero), *((f"{coeff:g}", at.but(arm="smd", coeff=coeff)) for coeff in sorted((*LAMBDAS, 0.1)))]
     rows = []
     for label, one in levels:
-        solved = {name: _first_five(table.values(one, name)) for name in EVALUATIONS}
+        solved = {name: first_five(table.values(one, name)) for name in EVALUATIONS}
         if solved["dense"]:
             gaps = [
                 NONE if one is zero and other is zero else difference_cell(values, table.values(other, name))
@@ -200,16 +157,11 @@ def weights(table: Table, at: Setting, title: str) -> str:
     return list_table(title, header, rows)
 
 
-def _first_five(values: Mapping[int, float]) -> dict[int, float]:
-    """The seeds that every setting was run with."""
-    return {seed: value for seed, value in values.items() if seed < 5}
-
-
 def everywhere(table: Table, levels: Sequence[tuple[str, Setting]]) -> str:
     """SMD against dense and naive in every setting that has all three, over the first five seeds."""
     rows = []
     for label, at in levels:
-        smd = {name: _first_five(table.values(at.but(arm="smd"), name)) for name in EVALUATIONS}
+        smd = {name: first_five(table.values(at.but(arm="smd"), name)) for name in EVALUATIONS}
         cells = [
             difference_cell(values, table.values(at.but(arm=other), name))
             for name, values in smd.items()
@@ -225,7 +177,7 @@ def tuned(table: Table, at: Setting, title: str) -> str:
     """Each arm at the better of the two learning rates: chosen by the first five seeds, alike for all arms."""
 
     def solved(arm: str, rate: float, evaluation: str) -> dict[int, float]:
-        return _first_five(table.values(at.but(arm=arm, rate=rate), evaluation))
+        return first_five(table.values(at.but(arm=arm, rate=rate), evaluation))
 
     best: dict[str, float] = {}
     for arm in ARMS:

@@ -127,7 +127,7 @@ def _train(setting: Setting, scale: Scale, adapter: MaskedAttentionAdapter) -> l
         figures = _step(batch, adapter, loss_module, optimizer, scale.clip_norm)
         figures["wall_seconds"], figures["seconds"] = time.perf_counter() - wall, time.process_time() - cpu
         figures["rollout_seconds"], figures["kv_bytes"] = sampled_after, float(batch["kv_bytes"].sum())
-        if arm.exact or not arm.sparse:
+        if arm.agrees:
             # For differences this small k3 is half the mean of their squares.
             figures["rms_mismatch"] = math.sqrt(2 * max(0.0, figures["kl_approx_k3"]))
         if arm.sparse and update % scale.probe_every == 0:

@@ -67,10 +67,15 @@ class Setting:
     length: int = 1
 
     @property
+    def place(self) -> str:
+        """Task and eviction."""
+        return f"{self.task} {self.eviction.label}"
+
+    @property
     def cell(self) -> str:
         """All but the seed, as one readable line."""
         return (
-            f"{self.task} {self.eviction.label} {self.arm} rate={self.rate:g} lambda={self.coeff:g} group={self.group}"
+            f"{self.place} {self.arm} rate={self.rate:g} lambda={self.coeff:g} group={self.group}"
             + (f" {self.dtype}" if self.dtype != "float32" else "")
             + (f" length={self.length}" if self.length != 1 else "")
         )

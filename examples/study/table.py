@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .arms import samples_dense
 from .setting import Eviction, Setting
+
+
+def first_five(values: Mapping[int, float]) -> dict[int, float]:
+    """Of the values by seed those of the seeds that every setting was run with."""
+    return {seed: value for seed, value in values.items() if seed < 5}
 
 
 class Table:

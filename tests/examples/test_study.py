@@ -16,7 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from examples.study import random_mask, report, results, statistics
+from examples.study import cells, random_mask, report, results, statistics
 from examples.study.__main__ import main
 from examples.study.arms import ARMS, Arm
 from examples.study.claims import EVALUATIONS, Claim, CostClaim, findings, savings, verdict
@@ -117,7 +117,7 @@ def test_prompts_are_long_and_every_word_is_one_token(name):
     ]
 
 
-@pytest.mark.parametrize("module", [random_mask, report, statistics], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [cells, random_mask, statistics], ids=lambda module: module.__name__)
 def test_examples_of_docstrings(module):
     assert doctest.testmod(module, globs=vars(module) | {"torch": torch}).failed == 0
 
