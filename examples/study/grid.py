@@ -22,11 +22,10 @@ LAMBDAS = (0.03, 0.3, 0.8)  # 0 is smd_track1, 0.1 is smd
 
 EVERY = ("dense", "smd", "naive", "sparse_rl", "tis", "smd_track1", "track2", "dense_kl", "naive_sampler")
 PAIR = ("smd", "naive")
-NAIVE = (*PAIR, "naive_sampler")
-FEW = (*NAIVE, "sparse_rl")
+FEW = (*PAIR, "naive_sampler", "sparse_rl")
 TRACKS = (*FEW, "smd_track1", "track2")
 # A difference of .03 is claimed of these, for which five seeds are too few.
-CLOSE = ("dense", *TRACKS, "dense_kl")
+CLOSE = ("dense", *PAIR, "sparse_rl", "smd_track1", "track2", "dense_kl")
 # Arms that sample dense have no eviction of their own: their first five seeds are evaluated under all of a task's.
 ELSEWHERE = {
     "chase": (SEVENTY, TWENTY, RANDOM, H2O, RECENT, STEPS),
@@ -90,8 +89,8 @@ def full_grid() -> Grid:
         *(_jobs(["smd"], five, "chase", MAIN, coeff=coeff) for coeff in LAMBDAS),
         _jobs(EVERY, five, "chase", MAIN, rate=HIGH_RATE),
         _jobs(FEW, five, "ledger", SEVENTY),
-        _jobs(NAIVE, five, "chase", TWENTY),
-        *(_jobs(PAIR, five, "chase", eviction) for eviction in (H2O, RECENT, STEPS)),
+        _jobs(PAIR, five, "chase", TWENTY),
+        *(_jobs(["smd"], five, "chase", eviction) for eviction in (H2O, RECENT, STEPS)),
         _jobs(("dense", "smd"), five, "chase", MAIN, group=16),
         # What is left of the replay's gap when rounding is as good as gone.
         _jobs(("smd", "smd_track1"), range(1), "chase", MAIN, dtype="float64"),
