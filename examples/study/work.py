@@ -102,11 +102,8 @@ def _claim(out: Path, size: dict[str, Any]) -> None:
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    # Read when a process starts and loads its libraries.
+    # Read when the libraries are loaded, so before the processes start.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Otherwise glibc returns the memory of large tensors to the system, and asks for it again, in every step.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=begin_worker)
 
 
