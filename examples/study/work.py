@@ -82,9 +82,7 @@ def do_grid(grid: Grid, out: Path, workers: int) -> list[dict[str, Any]]:
     if missing:
         with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as progress, _pool(workers) as pool:
             rest = Grid(tuple(missing), grid.scale, grid.shape, grid.pretraining)
-            # The last task is the slow one: begun first, no process waits for the other.
-            begun = rest.checkpoints[::-1]
-            for _ in _each(pool, partial(do_checkpoint, grid, folder), begun, progress, "pre-training"):
+            for _ in _each(pool, partial(do_checkpoint, grid, folder), rest.checkpoints, progress, "pre-training"):
                 pass
             for record in _each(pool, partial(do_job, grid, folder), missing, progress, "runs"):
                 results.append(path, record)
